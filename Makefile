@@ -1,0 +1,39 @@
+# Everything here works on a fresh machine with Python >= 3.10, gcc and make.
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/
+READY := $(VENV)/.ready
+TESTS ?= tests
+
+.PHONY: demo test test-all test-gpu lint bench clean
+
+demo: $(READY)  ## the main job: train a small language model through a third of its weights' memory
+	$(RUN)memferry train --preset tiny --steps 12 --verify
+
+test: $(READY)  ## what every change must pass; at most 10 minutes on 2 cores
+	$(RUN)python -m pytest $(TESTS) -q -m "not gpu and not slow"
+
+test-all: $(READY)  ## the same and what takes longer
+	$(RUN)python -m pytest $(TESTS) -q -m "not gpu"
+
+test-gpu:  ## needs a CUDA device, and a Python with torch for it: make test-gpu VENV=path
+	$(RUN)python -m pytest $(TESTS) -q -m "gpu"
+
+lint: $(READY)
+	$(RUN)ruff check .
+	$(RUN)ruff format --check .
+	$(RUN)mypy
+	$(RUN)lint-imports
+
+bench:  ## needs a CUDA device
+	$(RUN)python benchmarks/first_light.py
+
+$(READY): requirements-dev.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)python -m pip install --quiet --upgrade pip
+	$(RUN)python -m pip install --quiet -r requirements-dev.txt
+	$(RUN)python -m pip install --quiet --no-deps -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,5 @@
+"""Device memory by budget."""
+
+from .pool import DevicePool
+
+__all__ = ["DevicePool"]

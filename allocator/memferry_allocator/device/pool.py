@@ -1,0 +1,196 @@
+"""A device pool with a byte budget: one slab, best fit, reuse in stream order."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..driver import Driver, Event, Stream, require_stream
+from ..errors import AllocatorError, ClosedError, InvalidRequestError, OutOfMemory
+from ..sizes import align_up, format_size
+
+ALIGNMENT = 256
+
+
+@dataclass(eq=False)
+class _Block:
+    """A free range, and until when each stream may still be using it."""
+
+    start: int
+    nbytes: int
+    pending: dict[Stream, Event] = field(default_factory=dict)
+
+
+class DevicePool:
+    """Device memory of a fixed budget, reserved at once.
+
+    ``allocate`` gives memory that may be used on the stream named there at once.  ``deallocate`` says on
+    which stream the last use was enqueued; a later allocation on the same stream needs no waiting, one on
+    another stream is ordered behind that use by an event.  Blocks are 256-byte aligned; free neighbours
+    merge.  Thread-safe.
+
+    Parameters
+    ----------
+    driver : Driver
+    device : int
+    nbytes : int
+        The budget: exactly this much device memory is taken.
+    """
+
+    def __init__(self, driver: Driver, device: int, nbytes: int) -> None:
+        if nbytes <= 0:
+            raise InvalidRequestError(f"device pool: {nbytes} is not more than zero bytes")
+        self.driver = driver
+        self.device = device
+        self.nbytes = nbytes
+        self._lock = threading.Lock()
+        self._base = driver.malloc(device, nbytes)
+        self._free: list[_Block] = [_Block(self._base, nbytes)]
+        self._live: dict[int, int] = {}
+        self._used = 0
+        self._peak = 0
+        self._closed = False
+        self._finalizer = weakref.finalize(self, _free_quietly, driver, device, self._base)
+        self._finalizer.atexit = False
+
+    @property
+    def used(self) -> int:
+        """Bytes allocated now, alignment included."""
+        return self._used
+
+    @property
+    def peak(self) -> int:
+        """Most bytes allocated at once so far."""
+        return self._peak
+
+    @property
+    def largest_free(self) -> int:
+        """Bytes of the largest single block that could be allocated now."""
+        with self._lock:
+            return self._largest()
+
+    def allocate(self, nbytes: int, *, stream: Stream) -> int:
+        """A device pointer to ``nbytes`` bytes, usable in `stream`'s order from now on.
+
+        Raises
+        ------
+        OutOfMemory
+            No free block is large enough; nothing was changed.
+        """
+        require_stream(stream, self.device)
+        if nbytes <= 0:
+            raise InvalidRequestError(f"device pool: cannot allocate {nbytes} bytes")
+        size = align_up(nbytes, ALIGNMENT)
+        with self._lock:
+            if self._closed:
+                raise ClosedError("device pool: it was closed")
+            block = min(
+                (block for block in self._free if block.nbytes >= size),
+                key=lambda block: block.nbytes,
+                default=None,
+            )
+            if block is None:
+                raise self._out_of_memory(size)
+            for other, event in block.pending.items():
+                if other is not stream:
+                    stream.wait(event)
+            self._take(block, size)
+            self._live[block.start] = size
+            self._used += size
+            self._peak = max(self._peak, self._used)
+            return block.start
+
+    def deallocate(
+        self, ptr: int, nbytes: int, *, stream: Stream, uses: Mapping[Stream, Event] | None = None
+    ) -> None:
+        """Give memory back; its last use was enqueued on `stream`.
+
+        Parameters
+        ----------
+        uses : mapping of Stream to Event, optional
+            Where the last uses were recorded already (perhaps on several streams, perhaps some time ago):
+            these events count instead of all that `stream` holds by now.
+
+        Raises
+        ------
+        InvalidRequestError
+            Not a live allocation of this size: freed twice, an interior pointer, or of another pool.
+        """
+        require_stream(stream, self.device)
+        size = align_up(nbytes, ALIGNMENT)
+        with self._lock:
+            if self._live.get(ptr) != size:
+                raise InvalidRequestError(
+                    f"device pool: {ptr:#x} with {nbytes} bytes is not a live allocation here; it was freed "
+                    "twice, or pointer and size do not belong together"
+                )
+            pending = {stream: stream.record()} if uses is None else dict(uses)
+            del self._live[ptr]
+            self._used -= size
+            self._give(_Block(ptr, size, pending))
+
+    def close(self) -> None:
+        """Free the slab.  All allocations must be back and their work done; a second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._live:
+                raise InvalidRequestError(f"device pool: {len(self._live)} allocations are still live")
+            for block in self._free:
+                for event in block.pending.values():
+                    event.synchronize()
+            self._finalizer.detach()
+            self._closed = True
+            self.driver.free(self.device, self._base)
+
+    def _largest(self) -> int:
+        return max((block.nbytes for block in self._free), default=0)
+
+    def _take(self, block: _Block, size: int) -> None:
+        index = bisect.bisect_left(self._free, block.start, key=lambda other: other.start)
+        if block.nbytes == size:
+            del self._free[index]
+        else:
+            rest = _Block(block.start + size, block.nbytes - size, dict(block.pending))
+            self._free[index] = rest
+
+    def _give(self, block: _Block) -> None:
+        index = bisect.bisect_left(self._free, block.start, key=lambda other: other.start)
+        for neighbour in (index, index - 1):
+            if 0 <= neighbour < len(self._free) and _touches(self._free[neighbour], block):
+                block = _merge(self._free.pop(neighbour), block)
+        bisect.insort(self._free, block, key=lambda other: other.start)
+
+    def _out_of_memory(self, size: int) -> OutOfMemory:
+        largest = self._largest()
+        return OutOfMemory(
+            f"device pool: asked for {format_size(size)}, {format_size(self._used)} of "
+            f"{format_size(self.nbytes)} in use, largest free block {format_size(largest)}; "
+            "release or evict something, or make the pool larger",
+            size=size,
+            used=self._used,
+            limit=self.nbytes,
+            budget="device pool",
+        )
+
+
+def _free_quietly(driver: Driver, device: int, base: int) -> None:
+    """Free the slab of a pool that nobody closed; a finaliser has nobody to tell."""
+    with contextlib.suppress(AllocatorError):
+        driver.free(device, base)
+
+
+def _touches(one: _Block, other: _Block) -> bool:
+    return one.start + one.nbytes == other.start or other.start + other.nbytes == one.start
+
+
+def _merge(one: _Block, other: _Block) -> _Block:
+    """The union; where both wait for a stream, both events count, so the later recorded one is kept."""
+    first, second = sorted((one, other), key=lambda block: block.start)
+    pending = dict(one.pending)
+    pending.update(other.pending)  # `other` is the block being freed now: its events are the later ones
+    return _Block(first.start, first.nbytes + second.nbytes, pending)

@@ -1,0 +1,340 @@
+"""NVIDIA devices through the CUDA driver API (cuda-python).
+
+Driver API only: a failed runtime-API call leaves its error behind for other people's next call.  Each
+device's primary context is retained once, so that memory and streams are shared with every framework in
+the process; it is made current for the length of a call and what was current before is put back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from cuda.bindings import driver as cu
+
+from ..errors import DriverError, DriverNotFoundError, DriverOutOfMemory
+from .api import DeviceInfo, Driver, Event, MemoryInfo, Stream
+
+_SUCCESS = cu.CUresult.CUDA_SUCCESS
+_NOT_READY = cu.CUresult.CUDA_ERROR_NOT_READY
+_PORTABLE_MAPPED, _READ_ONLY = 1 | 2, 8
+_NON_BLOCKING, _DISABLE_TIMING = 1, 2
+_CAPABILITIES = (
+    "HOST_REGISTER_SUPPORTED",
+    "READ_ONLY_HOST_REGISTER_SUPPORTED",
+    "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM",
+    "UNIFIED_ADDRESSING",
+    "ASYNC_ENGINE_COUNT",
+    "MEMORY_POOLS_SUPPORTED",
+    "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
+    "INTEGRATED",
+)
+
+
+def _check(call: str, result: tuple[Any, ...], detail: str = "") -> Any:
+    """The value of a driver call, or the typed error of its answer."""
+    if result[0] != _SUCCESS:
+        raise DriverError(result[0].name, call, detail)
+    return result[1] if len(result) == 2 else result[1:]
+
+
+def _initialise() -> int:
+    """Initialise the driver and count its devices."""
+    try:
+        result = cu.cuInit(0)
+    except RuntimeError as error:  # cuda-python's answer where it cannot load a driver library
+        raise _not_loaded(error) from None
+    if result[0] == cu.CUresult.CUDA_ERROR_NO_DEVICE:
+        raise DriverNotFoundError("CUDA_ERROR_NO_DEVICE", "init")
+    _check("init", result)
+    count = int(_check("device count", cu.cuDeviceGetCount()))
+    if count == 0:
+        raise DriverNotFoundError("CUDA_ERROR_NO_DEVICE", "device count")
+    return count
+
+
+def _not_loaded(error: Exception) -> DriverError:
+    """Tell a machine without a driver from one whose driver is broken."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as reason:
+        if "No such file" in str(reason) and not os.path.exists("/dev/nvidiactl"):
+            return DriverNotFoundError("CUDA_ERROR_NO_DEVICE", "init", "this machine has no NVIDIA driver")
+        error = reason
+    return DriverError(
+        "CUDA_ERROR_SHARED_OBJECT_INIT_FAILED", "init", f"the driver library does not load: {error}"
+    )
+
+
+class CudaDriver(Driver):
+    """The CUDA driver of this process.
+
+    Raises
+    ------
+    DriverNotFoundError
+        This machine has no NVIDIA driver or no device.
+    DriverError
+        It has one that does not work; ``code`` and the message say how.
+    """
+
+    name: ClassVar[str] = "cuda"
+
+    def __init__(self) -> None:
+        self._count = _initialise()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._contexts: dict[int, Any] = {}
+        self._context_ids: dict[int, int] = {}
+        self._events: dict[tuple[int, bool], list[Any]] = {}
+        self._infos: dict[int, DeviceInfo] = {}
+        self._closed = False
+
+    # -- devices ------------------------------------------------------------------------------------
+    @property
+    def device_count(self) -> int:
+        return self._count
+
+    def device_info(self, device: int) -> DeviceInfo:
+        info = self._infos.get(device)
+        if info is None:
+            info = self._infos[device] = self._read_info(device)
+        return info
+
+    def _read_info(self, device: int) -> DeviceInfo:
+        with self._on(device):
+            handle = _check("device", cu.cuDeviceGet(device))
+            attributes = cu.CUdevice_attribute
+
+            def attribute(key: str) -> int:
+                code = getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{key}")
+                return int(_check(key, cu.cuDeviceGetAttribute(code, handle)))
+
+            name = _check("device name", cu.cuDeviceGetName(128, handle))
+            uuid = _check("device uuid", cu.cuDeviceGetUuid(handle))
+            numa = attribute("HOST_NUMA_ID")
+            pci = ":".join(f"{attribute(key):0{width}x}" for key, width in _PCI)
+            return DeviceInfo(
+                ordinal=device,
+                name=name.split(b"\0", 1)[0].decode(),
+                uuid=f"GPU-{bytes(uuid.bytes).hex()}",
+                capacity=int(_check("total memory", cu.cuDeviceTotalMem(handle))),
+                pci_address=f"{pci}.0",
+                numa_node=numa if numa >= 0 else None,
+                compute_capability=(
+                    attribute("COMPUTE_CAPABILITY_MAJOR"),
+                    attribute("COMPUTE_CAPABILITY_MINOR"),
+                ),
+                capabilities={key: attribute(key) for key in _CAPABILITIES},
+            )
+
+    def memory_info(self, device: int) -> MemoryInfo:
+        with self._on(device):
+            free, total = _check("memory info", cu.cuMemGetInfo())
+            return MemoryInfo(int(free), int(total))
+
+    def synchronize(self, device: int) -> None:
+        with self._on(device):
+            _check("synchronize", cu.cuCtxSynchronize())
+
+    # -- memory -------------------------------------------------------------------------------------
+    def malloc(self, device: int, nbytes: int) -> int:
+        with self._on(device):
+            result = cu.cuMemAlloc(nbytes)
+            if result[0] == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+                free, total = self.memory_info(device)
+                raise DriverOutOfMemory(
+                    result[0].name,
+                    "malloc",
+                    size=nbytes,
+                    used=total - free,
+                    limit=total,
+                    budget=f"cuda:{device}",
+                )
+            return int(_check("malloc", result, f"nbytes={nbytes}"))
+
+    def free(self, device: int, ptr: int) -> None:
+        with self._on(device):
+            _check("free", cu.cuMemFree(ptr), f"ptr={ptr:#x}")
+
+    def host_register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
+        flags = _PORTABLE_MAPPED | (_READ_ONLY if read_only else 0)
+        with self._on(0):
+            _check(
+                "host_register", cu.cuMemHostRegister(address, nbytes, flags), f"{nbytes} bytes at {address:#x}"
+            )
+
+    def host_unregister(self, address: int) -> None:
+        with self._on(0):
+            _check("host_unregister", cu.cuMemHostUnregister(address), f"{address:#x}")
+
+    def host_device_pointer(self, address: int, device: int) -> int:
+        with self._on(device):
+            result = cu.cuMemHostGetDevicePointer(address, 0)
+            return int(_check("host_device_pointer", result, f"{address:#x} is not registered"))
+
+    def host_bytes(self, ptr: int, nbytes: int) -> memoryview | None:
+        return None
+
+    # -- order --------------------------------------------------------------------------------------
+    def create_stream(self, device: int, *, priority: int = 0) -> Stream:
+        with self._on(device):
+            handle = _check("create_stream", cu.cuStreamCreateWithPriority(_NON_BLOCKING, priority))
+        return Stream(self, device, handle, owned=True)
+
+    def stream_from_handle(self, device: int, handle: int) -> Stream:
+        self._context(device)
+        return Stream(self, device, cu.CUstream(handle), owned=False)
+
+    def destroy_stream(self, stream: Stream) -> None:
+        with self._lock:
+            if int(stream.handle) == 0 or self._closed:
+                return
+            with self._on(stream.device):
+                _check("synchronize", cu.cuStreamSynchronize(stream.handle))
+                _check("destroy_stream", cu.cuStreamDestroy(stream.handle))
+            object.__setattr__(stream, "handle", _NO_STREAM)
+
+    def stream_wait(self, stream: Stream, event: Event) -> None:
+        with self._on(stream.device):
+            _check("stream_wait", cu.cuStreamWaitEvent(_live(stream), event.handle, 0))
+
+    def stream_synchronize(self, stream: Stream) -> None:
+        with self._on(stream.device):
+            _check("stream_synchronize", cu.cuStreamSynchronize(_live(stream)))
+
+    def stream_query(self, stream: Stream) -> bool:
+        with self._on(stream.device):
+            return _is_done("stream_query", cu.cuStreamQuery(_live(stream)))
+
+    def create_event(self, device: int, *, timing: bool = False) -> Event:
+        spare = self._events.setdefault((device, timing), [])
+        try:
+            handle = spare.pop()
+        except IndexError:
+            with self._on(device):
+                handle = _check("create_event", cu.cuEventCreate(0 if timing else _DISABLE_TIMING))
+        event = Event(self, device, handle, timing)
+        # The handle is kept for the next event, not destroyed: no driver call happens in a finaliser.
+        weakref.finalize(event, spare.append, handle).atexit = False
+        return event
+
+    def event_record(self, event: Event, stream: Stream) -> None:
+        with self._on(stream.device):
+            _check("event_record", cu.cuEventRecord(event.handle, _live(stream)))
+
+    def event_query(self, event: Event) -> bool:
+        with self._on(event.device):
+            return _is_done("event_query", cu.cuEventQuery(event.handle))
+
+    def event_synchronize(self, event: Event) -> None:
+        with self._on(event.device):
+            _check("event_synchronize", cu.cuEventSynchronize(event.handle))
+
+    def event_elapsed(self, start: Event, end: Event) -> float:
+        with self._on(end.device):
+            return float(_check("event_elapsed", cu.cuEventElapsedTime(start.handle, end.handle))) / 1e3
+
+    # -- copies -------------------------------------------------------------------------------------
+    def copy(self, dst: int, src: int, nbytes: int, *, stream: Stream) -> None:
+        if nbytes == 0:
+            return
+        with self._on(stream.device):
+            result = cu.cuMemcpyAsync(dst, src, nbytes, _live(stream))
+            if result[0] != _SUCCESS:
+                _check("copy", result, f"{nbytes} bytes from {src:#x} to {dst:#x}")
+
+    def fill(self, ptr: int, value: int, nbytes: int, *, stream: Stream) -> None:
+        if nbytes == 0:
+            return
+        with self._on(stream.device):
+            _check("fill", cu.cuMemsetD8Async(ptr, value, nbytes, _live(stream)), f"{nbytes} bytes at {ptr:#x}")
+
+    # -- peers --------------------------------------------------------------------------------------
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        self._context(device), self._context(peer)
+        return device != peer and bool(_check("can_access_peer", cu.cuDeviceCanAccessPeer(device, peer)))
+
+    def enable_peer_access(self, device: int, peer: int) -> None:
+        with self._on(device):
+            _check("enable_peer_access", cu.cuCtxEnablePeerAccess(self._context(peer), 0), f"{device} to {peer}")
+
+    def disable_peer_access(self, device: int, peer: int) -> None:
+        with self._on(device):
+            _check("disable_peer_access", cu.cuCtxDisablePeerAccess(self._context(peer)), f"{device} to {peer}")
+
+    # -- end ----------------------------------------------------------------------------------------
+    def close(self) -> None:
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+            for (device, _), handles in self._events.items():
+                with self._on(device):
+                    while handles:
+                        _check("destroy event", cu.cuEventDestroy(handles.pop()))
+            for device in list(self._contexts):
+                _check("release context", cu.cuDevicePrimaryCtxRelease(device))
+            self._contexts.clear()
+            self._context_ids.clear()
+
+    # -- inside -------------------------------------------------------------------------------------
+    def _context(self, device: int) -> Any:
+        context = self._contexts.get(device)
+        if context is None:
+            if not 0 <= device < self._count:
+                raise DriverError("CUDA_ERROR_INVALID_DEVICE", "device", f"{device} of {self._count} devices")
+            if self._closed:
+                raise DriverError("CUDA_ERROR_DEINITIALIZED", "device", "this driver object was closed")
+            context = _check("primary context", cu.cuDevicePrimaryCtxRetain(device))
+            self._context_ids[device] = int(context)
+            self._contexts[device] = context
+        return context
+
+    @contextmanager
+    def _on(self, device: int) -> Iterator[None]:
+        """Make the device's context current for a call, unless it is already."""
+        context = self._contexts.get(device) or self._context(device)
+        error, current = cu.cuCtxGetCurrent()
+        if error == _SUCCESS and int(current) == self._context_ids[device]:
+            yield
+            return
+        _check("push context", cu.cuCtxPushCurrent(context))
+        try:
+            yield
+        finally:
+            cu.cuCtxPopCurrent()
+
+
+_process_driver: CudaDriver | None = None
+_process_lock = threading.Lock()
+
+
+def cuda_driver() -> CudaDriver:
+    """The driver object that everything in this process shares."""
+    global _process_driver
+    with _process_lock:
+        if _process_driver is None or _process_driver._closed or _process_driver._pid != os.getpid():
+            _process_driver = CudaDriver()
+        return _process_driver
+
+
+_PCI = (("PCI_DOMAIN_ID", 8), ("PCI_BUS_ID", 2), ("PCI_DEVICE_ID", 2))
+_NO_STREAM = object()
+
+
+def _live(stream: Stream) -> Any:
+    if stream.handle is _NO_STREAM:
+        raise DriverError("CUDA_ERROR_INVALID_HANDLE", "stream", "it was closed")
+    return stream.handle
+
+
+def _is_done(call: str, result: tuple[Any, ...]) -> bool:
+    if result[0] == _NOT_READY:
+        return False
+    _check(call, result)
+    return True

@@ -1,0 +1,55 @@
+"""What an emulated machine is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...errors import InvalidRequestError
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """A link as plain data: a transfer of n bytes takes ``latency_s + n / bytes_per_second``."""
+
+    latency_s: float
+    bytes_per_second: float
+
+    def seconds(self, nbytes: int) -> float:
+        return self.latency_s + nbytes / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class EmulatedOptions:
+    """An emulated machine.
+
+    Attributes
+    ----------
+    device_count : int
+        1 to 8.
+    device_memory : int
+        Capacity of each device in bytes; host memory is only taken for what is allocated.
+    seed : int
+        Decides which queued work runs earlier than it must.
+    eagerness : float
+        Probability, at each opportunity, that the next piece of queued work runs although nothing
+        waits for it; 0 runs everything as late as the program allows.
+    host_to_device, device_to_host, on_device, peer : LinkModel
+        Links of the virtual clock; one copy at a time and direction.  The defaults are an H200's.
+    """
+
+    device_count: int = 1
+    device_memory: int = 64 << 30
+    seed: int = 0
+    eagerness: float = 0.25
+    host_to_device: LinkModel = field(default=LinkModel(10e-6, 55.4e9))
+    device_to_host: LinkModel = field(default=LinkModel(10e-6, 55.2e9))
+    on_device: LinkModel = field(default=LinkModel(3e-6, 2.1e12))
+    peer: LinkModel = field(default=LinkModel(10e-6, 391e9))
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.device_count <= 8:
+            raise InvalidRequestError(f"device_count: {self.device_count} is not 1 to 8")
+        if self.device_memory <= 0:
+            raise InvalidRequestError(f"device_memory: {self.device_memory} is not more than zero bytes")
+        if not 0 <= self.eagerness <= 1:
+            raise InvalidRequestError(f"eagerness: {self.eagerness} is not a probability")

@@ -1,0 +1,98 @@
+"""The errors of the allocator.  Every message says what was asked, what was found, what to do."""
+
+from __future__ import annotations
+
+
+class MemFerryError(Exception):
+    """Root of every error that the MemFerry packages raise on purpose."""
+
+
+class AllocatorError(MemFerryError):
+    """Root of the allocator's errors."""
+
+
+class InvalidRequestError(AllocatorError, ValueError):
+    """An argument cannot be honoured; nothing was changed."""
+
+
+class ClosedError(AllocatorError):
+    """A handle, view or object was used after it was closed or released."""
+
+
+class RaceError(AllocatorError):
+    """Two overlapping accesses, one of them a write, that nothing orders (emulated device only)."""
+
+
+class OutOfMemory(AllocatorError, MemoryError):  # noqa: N818 - the field's own name for it
+    """A budget or a device ran out.
+
+    Attributes
+    ----------
+    size, used, limit : int
+        Bytes asked for, in use, and allowed.
+    budget : str
+        Which budget refused: ``"device pool"``, ``"cuda:0"``, ``"host_memory"``, ...
+    """
+
+    def __init__(self, message: str, *, size: int, used: int, limit: int, budget: str) -> None:
+        super().__init__(message)
+        self.size = size
+        self.used = used
+        self.limit = limit
+        self.budget = budget
+
+
+class DriverError(AllocatorError):
+    """The driver refused a call.
+
+    Attributes
+    ----------
+    code : str
+        The driver's own name of the answer, e.g. ``"CUDA_ERROR_INVALID_VALUE"``.
+    call : str
+        The operation that was refused.
+    """
+
+    def __init__(self, code: str, call: str, detail: str = "") -> None:
+        hint = _HINTS.get(code, "")
+        parts = [f"{call}: {code}", detail, hint]
+        super().__init__("; ".join(part for part in parts if part))
+        self.code = code
+        self.call = call
+
+
+class DriverNotFoundError(DriverError):
+    """No driver library, or a driver without a device: this machine has no accelerator."""
+
+
+class DriverOutOfMemory(OutOfMemory, DriverError):
+    """The driver itself had no memory left for a request."""
+
+    def __init__(self, code: str, call: str, *, size: int, used: int, limit: int, budget: str) -> None:
+        DriverError.__init__(self, code, call, f"asked for {size} bytes, {used} of {limit} in use on {budget}")
+        self.size = size
+        self.used = used
+        self.limit = limit
+        self.budget = budget
+
+
+_HINTS = {
+    "CUDA_ERROR_INVALID_VALUE": "a pointer, size or flag is outside what the driver knows",
+    "CUDA_ERROR_NOT_INITIALIZED": "the driver is not initialised in this process; after fork() use spawn",
+    "CUDA_ERROR_DEINITIALIZED": "the driver is shutting down: close handles before the interpreter exits",
+    "CUDA_ERROR_NO_DEVICE": "the driver found no device; check CUDA_VISIBLE_DEVICES",
+    "CUDA_ERROR_INVALID_DEVICE": "there is no device with that number; check CUDA_VISIBLE_DEVICES",
+    "CUDA_ERROR_INVALID_CONTEXT": "the device's context is gone; a device reset destroys every handle",
+    "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": "part of the range is registered already, perhaps by "
+    "another library, or by an owner that was unmapped without unregistering",
+    "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED": "no registration starts at that address",
+    "CUDA_ERROR_OPERATING_SYSTEM": "an operating system call failed; check `ulimit -l` and container limits",
+    "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED": "peer access is on already",
+    "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED": "peer access was never enabled",
+    "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": "these two devices cannot reach each other",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": "a kernel touched memory it must not; the context is lost",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "kernel module and driver library differ: reboot or reinstall",
+    "CUDA_ERROR_SHARED_OBJECT_INIT_FAILED": "reinstall the driver, or hide it to run without an accelerator",
+    "CUDA_ERROR_NOT_READY": "the work is still under way",
+    "CUDA_ERROR_INVALID_HANDLE": "the handle is closed, or belongs to another device",
+}

@@ -1,0 +1,79 @@
+"""Who moves bytes for the shadow space: a protocol, and the plain copy that serves by default."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Protocol
+
+from ..driver import Driver, Event, Span, Stream
+from ..host import registrations
+
+
+class Direction(Enum):
+    """Which way a copy goes between host and device."""
+
+    HOST_TO_DEVICE = "h2d"
+    DEVICE_TO_HOST = "d2h"
+
+
+class Completion(Protocol):
+    """What a copy gives back: at least the event of its end."""
+
+    @property
+    def event(self) -> Event: ...
+
+
+class Copier(Protocol):
+    """Moves bytes in stream order.  `TransferEngine` of the transport is one."""
+
+    def lane(self, direction: Direction) -> Stream:
+        """The stream on which this copier's copies of a direction are ordered."""
+
+    def copy(self, dst: Span, src: Span, direction: Direction, *, stream: Stream) -> Completion:
+        """Enqueue a copy as if on `stream`: after what is there already, before what comes later."""
+
+
+class DirectCopy:
+    """A copy by the device's own link, done when its event is."""
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+
+
+class DirectCopier:
+    """One stream a direction, one driver copy a registered range.
+
+    Parameters
+    ----------
+    driver : Driver
+    device : int
+    """
+
+    def __init__(self, driver: Driver, device: int) -> None:
+        self.driver = driver
+        self.device = device
+        self._lanes = {direction: driver.create_stream(device) for direction in Direction}
+
+    def lane(self, direction: Direction) -> Stream:
+        return self._lanes[direction]
+
+    def copy(self, dst: Span, src: Span, direction: Direction, *, stream: Stream) -> DirectCopy:
+        """See `Copier.copy`.  The bytes move on the lane of `direction`, whatever `stream` is."""
+        lane = self._lanes[direction]
+        if stream is not lane:
+            lane.wait(stream.record())
+        host, other = (src, dst) if direction is Direction.HOST_TO_DEVICE else (dst, src)
+        for piece in registrations(self.driver).split(host.ptr, host.nbytes):
+            offset = piece.ptr - host.ptr
+            pair = (other.ptr + offset, piece.ptr)
+            to, of = pair if direction is Direction.HOST_TO_DEVICE else pair[::-1]
+            self.driver.copy(to, of, piece.nbytes, stream=lane)
+        event = lane.record()
+        if stream is not lane:
+            stream.wait(event)
+        return DirectCopy(event)
+
+    def close(self) -> None:
+        """Wait for the copies under way and give the streams back; a second call does nothing."""
+        for lane in self._lanes.values():
+            lane.close()

@@ -1,0 +1,60 @@
+"""What must be waited for before bytes are read or written again."""
+
+from __future__ import annotations
+
+from ..driver import Event, Stream
+
+
+class Hazards:
+    """The last writes to some bytes, and the reads since, as events of the streams that did them.
+
+    Streams wait with `before_read` and `before_write`; the calling host thread with `host_before_read` and
+    `host_before_write`.  What a stream has waited for once it does not wait for again.
+    """
+
+    def __init__(self) -> None:
+        self._writes: dict[Stream, Event] = {}
+        self._reads: dict[Stream, Event] = {}
+        self._aware: set[Stream] = set()
+
+    def before_read(self, stream: Stream) -> None:
+        if stream not in self._aware:
+            _wait(stream, self._writes)
+            self._aware.add(stream)
+
+    def before_write(self, stream: Stream) -> None:
+        self.before_read(stream)
+        _wait(stream, self._reads)
+
+    def wrote(self, stream: Stream, event: Event) -> None:
+        self._writes = {stream: event}
+        self._reads = {}
+        self._aware = {stream}
+
+    def has_read(self, stream: Stream, event: Event) -> None:
+        self._reads[stream] = event
+
+    def host_before_read(self) -> None:
+        _settle(self._writes)
+
+    def host_before_write(self) -> None:
+        _settle(self._writes)
+        _settle(self._reads)
+
+    @property
+    def last_uses(self) -> dict[Stream, Event]:
+        """Events after which nobody uses the bytes any more: every reader has waited for the writes."""
+        return dict(self._reads or self._writes)
+
+
+def _wait(stream: Stream, events: dict[Stream, Event]) -> None:
+    for other, event in events.items():
+        if other is not stream:
+            stream.wait(event)
+
+
+def _settle(events: dict[Stream, Event]) -> None:
+    for event in events.values():
+        if not event.query():
+            event.synchronize()
+    events.clear()

@@ -1,0 +1,73 @@
+"""Sizes as people write them, at the edges of the API; inside, a size is an ``int`` of bytes."""
+
+from __future__ import annotations
+
+import operator
+import re
+
+from .errors import InvalidRequestError
+
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str | int, *, name: str = "size") -> int:
+    """Bytes meant by ``text``: an integer, or a number with B, KiB, MiB, GiB or TiB.
+
+    Decimal units (``"24GB"``) are refused: tools disagree by 7% on what they mean.
+
+    Raises
+    ------
+    InvalidRequestError
+        Not a size, negative, zero, or not a whole number of bytes.
+    """
+    if isinstance(text, str):
+        nbytes = _parse_text(text, name)
+    else:
+        try:
+            nbytes = operator.index(text)
+        except TypeError:
+            raise InvalidRequestError(f"{name}: {text!r} is not a size; write 1073741824 or '1GiB'") from None
+    if nbytes <= 0:
+        raise InvalidRequestError(f"{name}: {text!r} is not more than zero bytes; write for example '1GiB'")
+    return nbytes
+
+
+def _parse_text(text: str, name: str) -> int:
+    match = _PATTERN.fullmatch(text)
+    if match is None:
+        raise InvalidRequestError(f"{name}: {text!r} is not a size; write for example '24GiB' or '512MiB'")
+    number, unit = match.groups()
+    decimal = {key.lower(): value for key, value in _DECIMAL.items()}.get(unit.lower())
+    if decimal is not None and unit not in _UNITS:
+        exact = int(float(number) * decimal)
+        binary = f"{number}{unit[0].upper()}iB"
+        raise InvalidRequestError(
+            f"{name}: {text!r} is ambiguous; write {binary!r} (binary, {format_size(_scaled(number, unit))}) "
+            f"or {exact} for that many bytes ({format_size(exact)})"
+        )
+    units = {key.lower(): value for key, value in _UNITS.items()}
+    if unit.lower() not in units:
+        raise InvalidRequestError(f"{name}: unknown unit in {text!r}; units are B, KiB, MiB, GiB, TiB")
+    return int(float(number) * units[unit.lower()]) if "." in number else int(number) * units[unit.lower()]
+
+
+def _scaled(number: str, unit: str) -> int:
+    return int(float(number) * _UNITS[f"{unit[0].upper()}iB"])
+
+
+def format_size(nbytes: int) -> str:
+    """``nbytes`` in the largest binary unit that leaves at least 1, e.g. ``"5.50 GiB"``."""
+    value = float(abs(nbytes))
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            digits = 0 if unit == "B" else 2
+            return f"{'-' if nbytes < 0 else ''}{value:.{digits}f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+def align_up(value: int, alignment: int) -> int:
+    """The smallest multiple of ``alignment`` (a power of two) that is at least ``value``."""
+    return (value + alignment - 1) & -alignment

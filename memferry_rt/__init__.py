@@ -1,0 +1,38 @@
+"""MemFerry's training runtime: models whose training state does not fit in an accelerator's memory."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from .errors import BudgetError, OffloadError, UnsupportedError
+from .options import OffloadOptions
+
+if TYPE_CHECKING:
+    from .adapters.torch import Report, Runtime, offload, restore, runtime_of, synchronize
+
+__all__ = [
+    "BudgetError",
+    "OffloadError",
+    "OffloadOptions",
+    "Report",
+    "Runtime",
+    "UnsupportedError",
+    "offload",
+    "restore",
+    "runtime_of",
+    "synchronize",
+]
+
+_FROM_TORCH = ("Report", "Runtime", "offload", "restore", "runtime_of", "synchronize")
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported when it is first asked for."""
+    if name not in _FROM_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if importlib.util.find_spec("torch") is None:
+        raise OffloadError("training needs PyTorch; install it with: pip install 'memferry-rt[torch]'")
+    from .adapters import torch as adapter
+
+    return getattr(adapter, name)

@@ -1,0 +1,148 @@
+"""How the device budget is shared: a pool for weights and gradients, and what torch reserves.
+
+``device_memory`` bounds both together.  On a real device torch's part is capped; on the emulated device, where
+torch computes on host tensors, the pool alone counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from memferry_allocator.sizes import align_up
+
+from ...errors import BudgetError
+from ...layout import LayerLayout
+
+RING_UNIT = 512
+SMALLEST_RING = 64 << 10
+SLACK = 0.06  # of torch's peak in the first step: fragmentation differs a little from step to step
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of the pool, of the gradient ring inside it, and of torch's part.
+
+    Attributes
+    ----------
+    device : int or None
+        The CUDA device whose torch allocator is capped; None on the emulated device.
+    """
+
+    total: int
+    pool: int
+    ring: int
+    wanted: int
+    largest_gradient: int
+    smallest_layer: int
+    fixed: bool
+    device: int | None
+
+    @property
+    def torch_limit(self) -> int:
+        return self.total - self.pool
+
+    def apply(self) -> None:
+        """Cap what torch may reserve."""
+        if self.device is not None:
+            capacity = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self.torch_limit / capacity), self.device)
+
+    def release(self) -> None:
+        if self.device is not None:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+
+    def peak(self, pool_peak: int) -> int:
+        """Most bytes of the budget in use so far."""
+        if self.device is None:
+            return pool_peak
+        return self.pool + torch.cuda.max_memory_reserved(self.device)
+
+    def after_first_step(self) -> Budget | None:
+        """A budget with a larger pool, if torch has left room for one."""
+        if self.device is None or self.fixed:
+            return None
+        reserved = torch.cuda.max_memory_reserved(self.device)
+        spare = self.total - reserved - int(SLACK * reserved)
+        pool = min(spare, self.wanted) // RING_UNIT * RING_UNIT
+        if pool < self.pool + self.smallest_layer:
+            return None
+        return replace(self, pool=pool, ring=_ring(pool, self.largest_gradient))
+
+
+def plan_budget(
+    total: int,
+    layouts: Sequence[LayerLayout],
+    together: Iterable[tuple[int, ...]],
+    *,
+    pool: int | None,
+    device: int | None,
+) -> Budget:
+    """Share a device budget.
+
+    Parameters
+    ----------
+    total : int
+        ``device_memory`` in bytes.
+    layouts : sequence of LayerLayout
+    together : iterable of tuple of int
+        Sets of layers that must be in device memory at the same time.
+    pool : int, optional
+        The pool's size, if the user gives it.
+    device : int or None
+        The CUDA device; None on the emulated device.
+
+    Raises
+    ------
+    BudgetError
+        Some set of layers does not fit; it names the smallest budget that does.
+    """
+    gradient = max((slot.spec.nbytes for layout in layouts for slot in layout.slots if slot.spec.trainable), default=0)
+    least_ring = min(_whole_ring(gradient), SMALLEST_RING) if gradient else 0
+    worst = max((_room(layouts, group) for group in together), default=(0, ""))
+    smallest = worst[0] + least_ring
+    available = total if pool is None else pool
+    if smallest > available or (pool is not None and pool > total):
+        name = "device_memory" if pool is None else "pool_memory"
+        reason = f"{worst[1]} must be in it at once" if smallest > available else "it is part of device_memory"
+        raise BudgetError(name, available, smallest, reason)
+    weights = sum(layout.weight_nbytes for layout in layouts)
+    wanted = weights + _whole_ring(gradient)
+    if pool is not None:
+        chosen = pool
+    elif device is None:
+        chosen = total
+    else:
+        comfortable = 2 * max(layout.weight_nbytes for layout in layouts) + _whole_ring(gradient)
+        chosen = min(max(smallest, min(comfortable, total // 4)), wanted)
+    return Budget(
+        total=total,
+        pool=chosen,
+        ring=max(least_ring, _ring(chosen, gradient)) if gradient else 0,
+        wanted=wanted,
+        largest_gradient=gradient,
+        smallest_layer=min(layout.weight_nbytes for layout in layouts),
+        fixed=pool is not None,
+        device=device,
+    )
+
+
+def _room(layouts: Sequence[LayerLayout], group: tuple[int, ...]) -> tuple[int, str]:
+    """Bytes in which the layers of a group can always be placed together, and their names.
+
+    Other layers come and go between them, so the worst order of arrival leaves holes smaller than the largest.
+    """
+    sizes = [layouts[layer].weight_nbytes for layer in group]
+    holes = (len(group) - 1) * max(sizes)
+    return sum(sizes) + holes, " and ".join(layouts[layer].name for layer in group)
+
+
+def _ring(pool: int, gradient: int) -> int:
+    """An eighth of the pool, or two of the largest gradient if that is less."""
+    return min(_whole_ring(gradient), max(pool // 8 // RING_UNIT * RING_UNIT, SMALLEST_RING)) if gradient else 0
+
+
+def _whole_ring(gradient: int) -> int:
+    return 2 * align_up(max(gradient, 1), RING_UNIT)

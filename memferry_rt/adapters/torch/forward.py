@@ -1,0 +1,144 @@
+"""Forward hooks: while a module that owns weights runs, its parameters are views of device memory.
+
+At every other time a parameter is a view of the host pages, so that whoever reads it unplanned reads what is
+right, only more slowly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .layer import DeviceViews, LayerState
+from .saved import SavedWeights
+
+
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """A module that owns parameters: which, and where they lie."""
+
+    parameters: tuple[tuple[nn.Parameter, LayerState, int], ...]
+    layers: tuple[LayerState, ...]
+
+
+class ForwardScopes:
+    """Opens a scope when an owner's forward begins and closes it when it ends, however it ends.
+
+    Parameters
+    ----------
+    load : callable
+        Brings a layer into device memory for the current stream, pins it, and gives its views.
+    unpin : callable
+        Ends the pin of a layer.
+    changed : callable
+        Told which parameter was written to in place since it was last seen.
+    saved : SavedWeights
+    """
+
+    def __init__(
+        self,
+        *,
+        load: Callable[[LayerState], DeviceViews],
+        unpin: Callable[[LayerState], None],
+        changed: Callable[[LayerState, int], None],
+        saved: SavedWeights,
+    ) -> None:
+        self._load = load
+        self._unpin = unpin
+        self._changed = changed
+        self._saved = saved
+        self._open: list[tuple[Owner, bool]] = []
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self, module: nn.Module, owner: Owner) -> None:
+        @_not_compiled
+        def before(module: nn.Module, args: Any) -> None:
+            self._enter(owner)
+
+        @_not_compiled
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            self._exit(owner)
+
+        self._handles.append(module.register_forward_pre_hook(before))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def attach_root(self, model: nn.Module) -> None:
+        """A new forward of the whole model clears what an interrupted one has left open."""
+
+        @_not_compiled
+        def before(module: nn.Module, args: Any) -> None:
+            self.reset()
+
+        self._handles.append(model.register_forward_pre_hook(before, prepend=True))
+
+    def reset(self) -> None:
+        """Close every scope that is still open: their forwards are over."""
+        while self._open:
+            self._close(*self._open.pop())
+
+    def detach(self) -> None:
+        self.reset()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter(self, owner: Owner) -> None:
+        for parameter, layer, index in owner.parameters:
+            if parameter._version != layer.parameter_versions[index]:
+                self._changed(layer, index)
+        loaded: list[LayerState] = []
+        try:
+            views = {}
+            for layer in owner.layers:
+                views[layer] = self._load(layer)
+                loaded.append(layer)
+            pushed = torch.is_grad_enabled() and self._saved.push()
+        except BaseException:
+            for layer in loaded:
+                self._unpin(layer)
+            raise
+        for parameter, layer, index in owner.parameters:
+            parameter.data = views[layer].parameters[index]
+        self._open.append((owner, pushed))
+
+    def _exit(self, owner: Owner) -> None:
+        if any(entry[0] is owner for entry in self._open):
+            while True:
+                entry = self._open.pop()
+                self._close(*entry)
+                if entry[0] is owner:
+                    return
+
+    def _close(self, owner: Owner, pushed: bool) -> None:
+        if pushed:
+            self._saved.pop()
+        for parameter, layer, index in owner.parameters:
+            if parameter._version != layer.parameter_versions[index]:  # its own forward has written to it
+                layer.host_weights[index].copy_(parameter.data)
+                self._changed(layer, index)
+            parameter.data = layer.host_weights[index]
+        for layer in owner.layers:
+            self._unpin(layer)
+
+
+def owners_of(
+    modules: Iterable[tuple[nn.Module, list[nn.Parameter]]], home: dict[nn.Parameter, tuple[LayerState, int]]
+) -> list[tuple[nn.Module, Owner]]:
+    """The modules that own parameters, with where these lie."""
+    owners = []
+    for module, parameters in modules:
+        places = tuple((parameter, *home[parameter]) for parameter in parameters)
+        layers = tuple(dict.fromkeys(layer for _, layer, _ in places))
+        owners.append((module, Owner(places, layers)))
+    return owners
+
+
+def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Keep `torch.compile` out of a hook.  What `torch.compiler.disable` sets, without importing the compiler."""
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return hook

@@ -1,0 +1,281 @@
+"""Gradients leave for host memory while backward goes on.
+
+A gradient that autograd has made is copied into a small ring in device memory, in the compute stream's order,
+and from there home, on the copy stream.  Autograd's own tensor is free again at once.  After backward, a
+parameter's ``grad`` is a view of the gradient's home: host pages, as the device sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from memferry_allocator import Direction, Driver, Event, Span, Stream
+from memferry_allocator.driver import Bracket
+from memferry_transport import TransferEngine
+
+from ...errors import UnsupportedError
+from ...staging import StagingRing
+from .layer import LayerState
+
+
+@dataclass(eq=False)
+class GradientSlot:
+    """One parameter's gradient: its place, and what is known of it in this iteration."""
+
+    name: str
+    position: int
+    parameter: nn.Parameter
+    layer: LayerState
+    index: int
+    home: torch.Tensor
+    span: Span
+    partial: torch.Tensor | None = None
+    leaving: Event | None = None
+    version: int = -1
+
+
+@dataclass(eq=False)
+class _LayerHome:
+    """A layer's gradients at home, and the bracket under which the device may touch them there."""
+
+    span: Span
+    bracket: Bracket | None = None
+    fresh: bool = False
+    slots: list[GradientSlot] = field(default_factory=list)
+
+
+class GradientFlow:
+    """Sends gradients home as autograd makes them.
+
+    Parameters
+    ----------
+    driver, engine
+        The device and who copies.
+    stream : callable
+        The stream on which the calling thread's kernels run.
+    settle : callable
+        Blocks until an update that still reads a layer's gradients is done.
+    ring_tensor : callable
+        A uint8 tensor over a span of device memory.
+    norms : Tensor
+        fp64, one element a parameter, where each gradient's 2-norm is put as it is made.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        engine: TransferEngine,
+        *,
+        stream: Callable[[], Stream],
+        settle: Callable[[LayerState], None],
+        ring_tensor: Callable[[Span], torch.Tensor],
+        norms: torch.Tensor,
+    ) -> None:
+        self._driver = driver
+        self._engine = engine
+        self._stream = stream
+        self._settle = settle
+        self._ring_tensor = ring_tensor
+        self._ring: StagingRing | None = None
+        self._norms = norms
+        self._lane = engine.lane(Direction.DEVICE_TO_HOST)
+        self._homes: dict[LayerState, _LayerHome] = {}
+        self._segments: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        self._last: Event | None = None
+        self._graph_task = -1
+        self.slots: list[GradientSlot] = []
+
+    # -- set-up ---------------------------------------------------------------------------------------
+    def attach(self, name: str, parameter: nn.Parameter, layer: LayerState, index: int) -> GradientSlot:
+        """Take over a parameter's gradient; the order of calls is the order of the norm."""
+        home = layer.gradients[index]
+        assert home is not None
+        offset = layer.layout.slots[index].gradient
+        span = Span(layer.gradient_span.ptr + offset, layer.layout.slots[index].spec.nbytes)
+        slot = GradientSlot(name, len(self.slots), parameter, layer, index, home, span)
+        self.slots.append(slot)
+        self._homes.setdefault(layer, _LayerHome(layer.gradient_span)).slots.append(slot)
+
+        def before(gradient: torch.Tensor) -> None:
+            if slot.parameter.grad is not None:
+                slot.partial, slot.parameter.grad = slot.parameter.grad, None
+
+        def after(parameter: torch.Tensor) -> None:
+            self._arrive(slot)
+
+        self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+        self._handles.append(parameter.register_post_accumulate_grad_hook(after))
+        return slot
+
+    def use_ring(self, ring: StagingRing | None) -> None:
+        """Exchange the ring; gradients under way have come home."""
+        self._ring = ring
+        self._segments.clear()
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # -- during backward --------------------------------------------------------------------------------
+    @torch.no_grad()
+    def _arrive(self, slot: GradientSlot) -> None:
+        parameter = slot.parameter
+        gradient, partial = parameter.grad, slot.partial
+        slot.partial = None
+        if gradient is None:  # an undefined gradient adds nothing
+            parameter.grad = partial
+            return
+        self._refuse_odd(slot, gradient)
+        stream = self._stream()
+        home = self._homes[slot.layer]
+        self._settle(slot.layer)
+        if partial is not None:
+            self._add(slot, gradient, partial, stream)
+        torch.linalg.vector_norm(gradient, dtype=torch.float64, out=self._norms[slot.position])
+        self._send(slot, home, gradient, stream)
+        parameter.grad = slot.home
+        slot.version = slot.home._version
+        home.fresh = True
+        if len(slot.parameter._post_accumulate_grad_hooks) > 1:  # type: ignore[attr-defined]
+            self.finish()  # somebody else's hook may read it next
+        else:
+            self._at_end_of_backward()
+
+    def _add(
+        self, slot: GradientSlot, gradient: torch.Tensor, partial: torch.Tensor, stream: Stream
+    ) -> None:
+        """``partial + gradient`` into `gradient`, as autograd accumulates."""
+        home = self._homes[slot.layer]
+        if partial is not slot.home or home.bracket is not None:
+            gradient.add_(partial)
+            return
+        if slot.leaving is not None:  # this very backward has sent it away a moment ago
+            stream.wait(slot.leaving)
+        with self._driver.launch(stream, reads=[self._device_span(slot.span)], label=f"add to {slot.name}"):
+            gradient.add_(partial)
+
+    def _send(self, slot: GradientSlot, home: _LayerHome, gradient: torch.Tensor, stream: Stream) -> None:
+        if home.bracket is not None:
+            home.bracket.end()
+            home.bracket = None
+        assert self._ring is not None
+        flat = _in_memory_order(gradient, slot)
+        itemsize = flat.element_size()
+        for piece in self._ring.pieces(slot.span.nbytes, stream):
+            segment = self._segment(piece.span, flat.dtype)
+            first = piece.offset // itemsize
+            with self._driver.launch(stream, writes=[piece.span], label=f"gradient of {slot.name}"):
+                segment.copy_(flat[first : first + segment.numel()])
+            self._lane.wait(stream.record())
+            transfer = self._engine.copy(
+                Span(slot.span.ptr + piece.offset, piece.span.nbytes),
+                piece.span,
+                Direction.DEVICE_TO_HOST,
+                stream=self._lane,
+            )
+            self._ring.leaving(piece, transfer.event)
+            slot.leaving = self._last = transfer.event
+
+    def _segment(self, span: Span, dtype: torch.dtype) -> torch.Tensor:
+        key = (*span, dtype)
+        segment = self._segments.get(key)
+        if segment is None:
+            segment = self._segments[key] = self._ring_tensor(span).view(dtype)
+        return segment
+
+    # -- after backward -----------------------------------------------------------------------------------
+    def _at_end_of_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:
+            self._graph_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    def finish(self) -> None:
+        """Let the compute stream's later work, a user's reads among it, wait for the gradients' arrival."""
+        self._graph_task = -1
+        if self._last is None:
+            return
+        stream = self._stream()
+        stream.wait(self._last)
+        self._last = None
+        for layer, home in self._homes.items():
+            if home.fresh:
+                home.fresh = False
+                spans = [self._device_span(home.span)]
+                home.bracket = self._driver.launch(
+                    stream, reads=spans, writes=spans, label=f"gradients of {layer.name} after backward"
+                )
+                for slot in home.slots:
+                    slot.leaving = None
+
+    def end_use(self) -> None:
+        """The device's use of gradients at home ends with what has been enqueued by now."""
+        self.finish()
+        for home in self._homes.values():
+            if home.bracket is not None:
+                home.bracket.end()
+                home.bracket = None
+
+    def collect(self) -> list[GradientSlot]:
+        """The parameters that have a gradient now, each of them at home and with its norm up to date.
+
+        A gradient that the user has put there or changed is taken over as it is.
+        """
+        self.finish()
+        present = [slot for slot in self.slots if slot.parameter.grad is not None]
+        for slot in present:
+            gradient = slot.parameter.grad
+            assert gradient is not None
+            if gradient is slot.home and slot.version == slot.home._version:
+                continue
+            with torch.no_grad():
+                if gradient is not slot.home:
+                    self._refuse_odd(slot, gradient)
+                    self._take_over(slot, gradient)
+                torch.linalg.vector_norm(slot.home, dtype=torch.float64, out=self._norms[slot.position])
+            slot.version = slot.home._version
+        return present
+
+    def _take_over(self, slot: GradientSlot, gradient: torch.Tensor) -> None:
+        self._settle(slot.layer)
+        home = self._homes[slot.layer]
+        if home.bracket is not None:
+            slot.home.copy_(gradient)
+            return
+        with self._driver.launch(
+            self._stream(), writes=[self._device_span(slot.span)], label=f"the user's gradient of {slot.name}"
+        ):
+            slot.home.copy_(gradient)
+
+    def _device_span(self, span: Span) -> Span:
+        pointer = self._driver.host_device_pointer(span.ptr, self._engine.device)
+        return Span(pointer, span.nbytes)
+
+    @staticmethod
+    def _refuse_odd(slot: GradientSlot, gradient: torch.Tensor) -> None:
+        if gradient.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{slot.name}: its gradient is {gradient.layout}; sparse gradients are not supported, "
+                "build the embedding with sparse=False"
+            )
+        if gradient.requires_grad:
+            raise UnsupportedError(
+                f"{slot.name}: its gradient requires a gradient itself; backward(create_graph=True) is not "
+                "supported by an offloaded model"
+            )
+
+
+def _in_memory_order(gradient: torch.Tensor, slot: GradientSlot) -> torch.Tensor:
+    """The gradient's elements, flat, in the order in which its home holds them."""
+    form = slot.layer.geometry[slot.index]
+    if gradient.stride() != form.stride or gradient.dtype != form.dtype:
+        fitting = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=gradient.device)
+        gradient = fitting.copy_(gradient)
+    return gradient.as_strided((gradient.numel(),), (1,))

@@ -1,0 +1,173 @@
+"""A layer's tensors: every view of its slabs that training needs, made once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from memferry_allocator import HostArena, Span
+
+from ...layout import LayerLayout, Slot
+from .tensors import TensorFactory, shaped, storage_references
+
+MAX_CACHED_PLACES = 16
+
+ViewKey = tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a parameter lies in its slab."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class DeviceViews:
+    """A layer's weights at one place in the device pool."""
+
+    def __init__(self, base: torch.Tensor, layout: LayerLayout, geometry: list[Geometry]) -> None:
+        self._base = base
+        self.parameters = [
+            shaped(base, slot.weight, form.dtype, form.shape, form.stride)
+            for slot, form in zip(layout.slots, geometry, strict=True)
+        ]
+        self.key = base.untyped_storage().data_ptr()
+        self._saved: dict[ViewKey, torch.Tensor] = {}
+        self._own_references = storage_references(base) or 0
+
+    def saved(self, key: ViewKey) -> torch.Tensor:
+        """The view that a saved tensor was: dtype, storage offset in elements, shape and stride."""
+        view = self._saved.get(key)
+        if view is None:
+            dtype, offset, shape, stride = key
+            before = storage_references(self._base) or 0
+            with torch.inference_mode(False):
+                view = self._base.view(dtype).as_strided(shape, stride, offset)
+            self._saved[key] = view
+            self._own_references += (storage_references(self._base) or 0) - before
+        return view
+
+    @property
+    def held(self) -> bool:
+        """Whether somebody else has a tensor over this memory: autograd in an operation, or a user."""
+        count = storage_references(self._base)
+        return count is not None and count > self._own_references
+
+
+class LayerState:
+    """One layer: parameters, host slabs and the tensors over them.
+
+    Attributes
+    ----------
+    version : int
+        Counts the updates of its weights.
+    current : DeviceViews or None
+        Where in device memory it was used last.
+    host_weights, gradients : list of Tensor
+        In the parameters' shapes, over host pages as the device sees them; `gradients` has None for
+        parameters that get none.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layout: LayerLayout,
+        parameters: list[nn.Parameter],
+        geometry: list[Geometry],
+        arena: HostArena,
+        factory: TensorFactory,
+    ) -> None:
+        self.index = index
+        self.layout = layout
+        self.parameters = parameters
+        self.geometry = geometry
+        self.version = 0
+        self.current: DeviceViews | None = None
+        self._factory = factory
+        self._places: OrderedDict[int, DeviceViews] = OrderedDict()
+        self.weight_span = arena.cut(layout.weight_nbytes)
+        self.gradient_span = arena.cut(layout.gradient_nbytes)
+        self.state_span = arena.cut(layout.state_nbytes)
+        self.host_weights = [
+            self._mapped(arena, self.weight_span, slot, slot.weight, form)
+            for slot, form in zip(layout.slots, geometry, strict=True)
+        ]
+        self.gradients = [
+            self._mapped(arena, self.gradient_span, slot, slot.gradient, form) if slot.spec.trainable else None
+            for slot, form in zip(layout.slots, geometry, strict=True)
+        ]
+        self._cpu = {
+            "weight": factory.host(arena, self.weight_span),
+            "gradient": factory.host(arena, self.gradient_span) if layout.gradient_nbytes else None,
+            "state": factory.host(arena, self.state_span) if layout.state_nbytes else None,
+        }
+        self.parameter_versions = [parameter._version for parameter in parameters]
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    def cpu(self, slab: str, offset: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """A flat CPU view of ``numel`` elements in slab "weight", "gradient" or "state"."""
+        base = self._cpu[slab]
+        assert base is not None
+        return base[offset : offset + numel * dtype.itemsize].view(dtype)
+
+    def cpu_weight(self, index: int) -> torch.Tensor:
+        slot = self.layout.slots[index]
+        return self.cpu("weight", slot.weight, self.geometry[index].dtype, slot.spec.numel)
+
+    def cpu_gradient(self, index: int) -> torch.Tensor:
+        slot = self.layout.slots[index]
+        return self.cpu("gradient", slot.gradient, self.geometry[index].dtype, slot.spec.numel)
+
+    def cpu_state(self, index: int, kind: str) -> torch.Tensor:
+        """Flat fp32 state of a parameter: "master", "exp_avg" or "exp_avg_sq".
+
+        The master of a parameter whose compute dtype is fp32 is the weight itself.
+        """
+        slot = self.layout.slots[index]
+        if kind == "master" and not slot.spec.master:
+            return self.cpu_weight(index)
+        return self.cpu("state", getattr(slot, kind), torch.float32, slot.spec.numel)
+
+    def in_shape(self, index: int, flat: torch.Tensor) -> torch.Tensor:
+        """A flat tensor of a parameter's elements, in the parameter's shape."""
+        form = self.geometry[index]
+        return flat.as_strided(form.shape, form.stride)
+
+    def views_at(self, ptr: int) -> DeviceViews:
+        """The layer's weights as tensors at a place in the device pool."""
+        views = self._places.get(ptr)
+        if views is None:
+            span = Span(ptr, self.layout.weight_nbytes)
+            with torch.inference_mode(False):
+                views = DeviceViews(self._factory.device(span), self.layout, self.geometry)
+            self._places[ptr] = views
+            if len(self._places) > MAX_CACHED_PLACES:
+                self._places.popitem(last=False)
+        return views
+
+    def forget_places(self) -> None:
+        """Drop the views of a device pool that is going away."""
+        self._places.clear()
+        self.current = None
+
+    def held(self) -> bool:
+        """Whether somebody outside has a tensor over the layer's present device memory."""
+        return self.current is not None and self.current.held
+
+    def _mapped(
+        self, arena: HostArena, slab: Span, slot: Slot, offset: int, form: Geometry
+    ) -> torch.Tensor:
+        # A storage of its own for every parameter: torch.save of one must not write the whole slab.
+        if slot.spec.nbytes == 0:
+            return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=self._factory.torch_device)
+        span = Span(slab.ptr + offset, slot.spec.nbytes)
+        with torch.inference_mode(False):
+            return shaped(self._factory.mapped(arena, span), 0, form.dtype, form.shape, form.stride)

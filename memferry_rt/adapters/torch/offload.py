@@ -1,0 +1,221 @@
+"""`offload`: the entry point."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memferry_allocator import Driver, EmulatedOptions, InvalidRequestError, format_size, open_device
+
+from ...errors import BudgetError, OffloadError, UnsupportedError
+from ...layout import LayerLayout
+from ...options import OffloadOptions
+from .budget import Budget, plan_budget
+from .convert import Materialiser, ParameterInit, plan_layouts
+from .cut import Cut, cut_layers, owned_parameters
+from .optimizer import check_optimizer
+from .runtime import Runtime
+from .tensors import DTYPES
+
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=Optimizer)  # noqa: E741 - the usual letter
+
+_ATTRIBUTE = "_memferry_runtime"
+
+
+def offload(
+    model: M,
+    optimizer: O,
+    *,
+    device_memory: str | int,
+    device: str = "auto",
+    host_memory: str | int | None = None,
+    max_grad_norm: float | None = None,
+    compute_dtype: torch.dtype | str | None = None,
+    layers: Sequence[str] | None = None,
+    pool_memory: str | int | None = None,
+    async_step: bool = False,
+    param_init_fn: ParameterInit | None = None,
+    emulated: EmulatedOptions | None = None,
+) -> tuple[M, O]:
+    """Keep a model's training state in host memory and train it through a budget of device memory.
+
+    Both objects are converted in place and returned; the training loop does not change.  Parameters become
+    tensors on the device whose memory is host pages; weights are streamed to the device layer by layer,
+    gradients leave it during backward, and ``optimizer.step()`` updates on the CPU in fp32.  Whatever the
+    budget, the results are those of plain PyTorch with fp32 master weights and
+    ``torch.optim.AdamW(fused=True)`` on the CPU, bit for bit.
+
+    Parameters
+    ----------
+    model : nn.Module
+        On the CPU, the device, or ``meta``.  Gradients it already has are dropped.
+    optimizer : torch.optim.AdamW or torch.optim.Adam
+        Over parameters of the model.  Its own settings and schedulers stay in force.
+    device_memory : str or int
+        Bytes, or text such as ``"24GiB"``: the device pool and what torch reserves together.  The CUDA context
+        comes on top.  On the emulated device the pool alone counts.
+    device : str
+        ``"auto"``, ``"cuda"``, ``"cuda:1"`` or ``"emulated"``; ``"auto"`` emulates only where there is no
+        accelerator.
+    host_memory : str or int, optional
+        Refuse to take more host memory than this.
+    max_grad_norm : float, optional
+        Clip the gradients' global 2-norm to this.
+    compute_dtype : torch.dtype or str, optional
+        Dtype of weights and gradients in forward and backward; by default each parameter's own.  Parameters
+        that are not fp32 get an fp32 master copy.
+    layers : sequence of str, optional
+        Names of the modules that are streamed as one piece; found in the module tree by default.
+    pool_memory : str or int, optional
+        How much of `device_memory` is the pool.  By default it is small in the first step, after which it gets
+        what torch has left.  Give it where later steps need more of torch than the first.
+    async_step : bool
+        Let ``optimizer.step()`` return before the update is complete; a forward waits for each layer as it
+        comes to it.  Faster; before reading parameters in any other way, call `synchronize`.
+    param_init_fn : callable, optional
+        Initialises the parameters that a module itself owns, for models on ``meta``; by default
+        ``module.reset_parameters()``.
+    emulated : EmulatedOptions, optional
+        The machine to emulate.
+
+    Returns
+    -------
+    (model, optimizer)
+        The same objects.
+
+    Raises
+    ------
+    BudgetError
+        A budget is too small; it names the smallest that works.  Nothing was allocated or changed.
+    UnsupportedError
+        The model or optimizer has something that offloading cannot honour.  Nothing was changed.
+    DriverError
+        No such device, or its driver does not work.
+    InvalidRequestError
+        A size or number that makes no sense.
+    """
+    options = OffloadOptions.build(
+        device=device,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        max_grad_norm=max_grad_norm,
+        compute_dtype=None if compute_dtype is None else str(compute_dtype).removeprefix("torch."),
+        layers=layers,
+        pool_memory=pool_memory,
+        async_step=async_step,
+        emulated=emulated,
+    )
+    dtype = _compute_dtype(options.compute_dtype)
+    _check_model(model)
+    check_optimizer(optimizer, model)
+    driver, ordinal = open_device(options.device, emulated=_machine(options))
+    updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    cuts = cut_layers(model, options.layers)
+    layouts, geometries = plan_layouts(cuts, updated, dtype)
+    budget = _plan(model, cuts, layouts, options, driver, ordinal)
+    materialiser = Materialiser(model, param_init_fn)
+    budget.apply()
+    runtime = Runtime(
+        model, optimizer, options, driver, ordinal, cuts, layouts, geometries, budget, materialiser
+    )
+    model.__dict__[_ATTRIBUTE] = runtime
+    return model, optimizer
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime behind an offloaded model.
+
+    Raises
+    ------
+    OffloadError
+        The model is not offloaded.
+    """
+    runtime = model.__dict__.get(_ATTRIBUTE)
+    if not isinstance(runtime, Runtime):
+        raise OffloadError("this model is not offloaded; call memferry_rt.offload(model, optimizer, ...) first")
+    return runtime
+
+
+def synchronize(model: nn.Module) -> None:
+    """Block until the last step's update is complete, so that parameters may be read outside of a forward."""
+    runtime_of(model).synchronize()
+
+
+def restore(model: M) -> M:
+    """Undo `offload`: model and optimizer are ordinary objects on the CPU again, and all memory is released."""
+    runtime_of(model).restore()
+    del model.__dict__[_ATTRIBUTE]
+    return model
+
+
+def _machine(options: OffloadOptions) -> EmulatedOptions:
+    """The machine to emulate: what the user says, or one with room for the budget."""
+    default = EmulatedOptions()
+    return options.emulated or replace(default, device_memory=max(default.device_memory, options.device_memory))
+
+
+def _compute_dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise UnsupportedError(f"compute_dtype: {name!r} is not supported; use {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _check_model(model: nn.Module) -> None:
+    if _ATTRIBUTE in model.__dict__:
+        raise OffloadError("this model is offloaded already; call memferry_rt.restore(model) first")
+    if hasattr(model, "_orig_mod"):
+        raise UnsupportedError(
+            "this model is the result of torch.compile: hooks inside it would be skipped; offload the model "
+            "itself and compile its blocks"
+        )
+
+
+def _plan(
+    model: nn.Module,
+    cuts: Sequence[Cut],
+    layouts: Sequence[LayerLayout],
+    options: OffloadOptions,
+    driver: Driver,
+    ordinal: int,
+) -> Budget:
+    host = sum(layout.host_nbytes for layout in layouts)
+    if options.host_memory is not None and host > options.host_memory:
+        raise BudgetError("host_memory", options.host_memory, host, "weights, gradients and optimizer state take more")
+    cuda = driver.name != "emulated"
+    capacity = driver.device_info(ordinal).capacity
+    if options.device_memory > capacity:
+        raise InvalidRequestError(
+            f"device_memory: {format_size(options.device_memory)} is more than the device has, "
+            f"{format_size(capacity)}; give at most {capacity >> 20}MiB"
+        )
+    return plan_budget(
+        options.device_memory,
+        layouts,
+        _used_together(model, cuts),
+        pool=options.pool_memory,
+        device=ordinal if cuda else None,
+    )
+
+
+def _used_together(model: nn.Module, cuts: Sequence[Cut]) -> set[tuple[int, ...]]:
+    """Sets of layers that are in use at once: a module's own, and those of the modules around it."""
+    layer_of = {parameter: index for index, cut in enumerate(cuts) for _, parameter in cut.parameters}
+    found: set[tuple[int, ...]] = set()
+
+    def visit(module: nn.Module, outer: frozenset[int]) -> None:
+        inner = outer | {layer_of[parameter] for parameter in owned_parameters(module)}
+        if inner:
+            found.add(tuple(sorted(inner)))
+        for child in module.children():
+            visit(child, inner)
+
+    visit(model, frozenset())
+    return found

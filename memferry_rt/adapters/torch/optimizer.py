@@ -1,0 +1,231 @@
+"""The user's own optimizer object, with the update moved into the runtime.
+
+It stays what it was: schedulers built on it keep working, and its state is the runtime's, as tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from ...errors import UnsupportedError
+from .adamw import AdamSettings
+from .layer import LayerState
+
+STATE_KEYS = frozenset({"step", "exp_avg", "exp_avg_sq"})
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse what the update cannot honour.
+
+    Raises
+    ------
+    UnsupportedError
+        Not a plain ``Adam`` or ``AdamW``, a setting without a counterpart, or parameters of another model.
+    """
+    if type(optimizer) not in (Adam, AdamW):
+        raise UnsupportedError(
+            f"optimizer: {type(optimizer).__name__} is not supported; use torch.optim.AdamW or torch.optim.Adam"
+        )
+    known = set(model.parameters())
+    for number, group in enumerate(optimizer.param_groups):
+        _settings(group, isinstance(optimizer, AdamW))
+        for parameter in group["params"]:
+            if parameter not in known:
+                raise UnsupportedError(f"optimizer: a parameter of group {number} does not belong to the model")
+    for state in optimizer.state.values():
+        if not STATE_KEYS.issuperset(state):
+            raise UnsupportedError(f"optimizer: unknown state {sorted(set(state) - STATE_KEYS)}; it cannot be moved")
+
+
+def _settings(group: dict[str, Any], decoupled: bool) -> AdamSettings:
+    for flag in ("amsgrad", "differentiable", "capturable"):
+        if group.get(flag):
+            raise UnsupportedError(f"optimizer: {flag}=True is not supported; build the optimizer without it")
+    beta1, beta2 = group["betas"]
+    return AdamSettings(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        decoupled=bool(group.get("decoupled_weight_decay", decoupled)),
+        maximize=bool(group.get("maximize", False)),
+    )
+
+
+class OptimizerPatch:
+    """Replaces, on one optimizer object, what must go through the runtime; `restore` undoes it.
+
+    Parameters
+    ----------
+    optimizer : Adam or AdamW
+    home : mapping of Parameter to (LayerState, index)
+    step : callable
+        The runtime's step.
+    settle : callable
+        Blocks until all updates under way are done.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        home: dict[nn.Parameter, tuple[LayerState, int]],
+        *,
+        step: Callable[[], None],
+        settle: Callable[[], None],
+    ) -> None:
+        self.optimizer = optimizer
+        self._home = home
+        self._step = step
+        self._settle = settle
+        self._before = {
+            name: optimizer.__dict__.get(name)
+            for name in ("step", "zero_grad", "load_state_dict", "add_param_group", "_step_supports_amp_scaling")
+        }
+        self._steps: dict[nn.Parameter, torch.Tensor] = {}
+        self._adopt_state()
+        self._replace()
+
+    # -- what the runtime needs -----------------------------------------------------------------------
+    def settings(self) -> list[AdamSettings]:
+        """Every group's settings as they are now."""
+        decoupled = isinstance(self.optimizer, AdamW)
+        return [_settings(group, decoupled) for group in self.optimizer.param_groups]
+
+    def group_of(self) -> dict[nn.Parameter, int]:
+        return {
+            parameter: number
+            for number, group in enumerate(self.optimizer.param_groups)
+            for parameter in group["params"]
+        }
+
+    def count(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Advance a parameter's step number and give it, as a scalar of its own."""
+        step = self._steps[parameter]
+        step += 1
+        return step.clone()
+
+    def tell(self, *, grad_norm: float | None, skipped_steps: int) -> None:
+        """Let the user read what the last step found, on the optimizer itself."""
+        self.optimizer.grad_norm = grad_norm  # type: ignore[attr-defined]
+        self.optimizer.skipped_steps = skipped_steps  # type: ignore[attr-defined]
+
+    def restore(self) -> None:
+        """Give the optimizer its own methods back, and its state as tensors of its own."""
+        for name, value in self._before.items():
+            if value is None:
+                self.optimizer.__dict__.pop(name, None)
+            else:
+                setattr(self.optimizer, name, value)
+        for parameter, step in self._steps.items():
+            state = self.optimizer.state[parameter]
+            if float(step) == 0:
+                del self.optimizer.state[parameter]
+                continue
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = state[key].to(parameter.device, copy=True)
+        self._hook.remove()
+
+    # -- state ------------------------------------------------------------------------------------------
+    def _adopt_state(self) -> None:
+        """Move what state there is into the slabs, and make the slabs the state."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in self._home and parameter.requires_grad:
+                    self._adopt(parameter, self.optimizer.state.get(parameter, {}))
+
+    def _adopt(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        layer, index = self._home[parameter]
+        views = {
+            key: layer.in_shape(index, layer.cpu_state(index, key)) for key in ("exp_avg", "exp_avg_sq")
+        }
+        for key, view in views.items():
+            if key in state:
+                view.copy_(state[key])
+            else:
+                view.zero_()
+        step = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32, device="cpu")
+        self._steps[parameter] = step
+        self.optimizer.state[parameter] = {"step": step, **views}
+
+    def _load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """As `Optimizer.load_state_dict`, with the moments kept in fp32 and copied into the slabs."""
+        self._settle()
+        groups, saved = optimizer.param_groups, state_dict["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
+            raise ValueError("loaded state dict has other parameter groups than this optimizer")
+        pairs = []
+        for group, other in zip(groups, saved, strict=True):
+            _settings({**group, **other}, isinstance(optimizer, AdamW))
+            for parameter, key in zip(group["params"], other["params"], strict=True):
+                state = state_dict["state"].get(key, {})
+                self._check_loaded(parameter, state)
+                pairs.append((parameter, state))
+        for parameter, state in pairs:
+            if parameter in self._steps:
+                self._adopt(parameter, state)
+        for group, other in zip(groups, saved, strict=True):
+            group.update({key: value for key, value in other.items() if key != "params"})
+
+    @staticmethod
+    def _check_loaded(parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        unknown = sorted(set(state) - STATE_KEYS)
+        if unknown:
+            raise UnsupportedError(f"loaded state dict has unknown state {unknown}; nothing was changed")
+        for key in ("exp_avg", "exp_avg_sq"):
+            if key in state and state[key].shape != parameter.shape:
+                raise ValueError(
+                    f"loaded state dict: {key} has shape {tuple(state[key].shape)} where the parameter has "
+                    f"{tuple(parameter.shape)}; nothing was changed"
+                )
+
+    # -- methods ----------------------------------------------------------------------------------------
+    def _replace(self) -> None:
+        optimizer = self.optimizer
+
+        def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> float | None:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._step()
+            return loss
+
+        def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+            if not set_to_none:
+                self._settle()
+            type(optimizer).zero_grad(optimizer, set_to_none)
+
+        def add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
+            raise UnsupportedError("add_param_group on an offloaded optimizer: restore() it, add, and offload again")
+
+        hooked = Optimizer.profile_hook_step(step)  # so that step hooks and profiling go on working
+        wrapped = getattr(self._before["step"] or optimizer.step, "_wrapped_by_lr_sched", False)
+        bound = types.MethodType(_mark_called(hooked) if wrapped else hooked, optimizer)
+        optimizer.step = bound  # type: ignore[method-assign]
+        optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+        optimizer.load_state_dict = types.MethodType(  # type: ignore[method-assign]
+            lambda optimizer, state_dict: self._load_state_dict(optimizer, state_dict), optimizer
+        )
+        optimizer.add_param_group = types.MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # GradScaler must unscale
+        self._hook = optimizer.register_state_dict_pre_hook(lambda _: self._settle())
+
+
+def _mark_called(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the mark by which an LR scheduler sees that the optimizer has stepped."""
+
+    @functools.wraps(step)
+    def marked(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return step(optimizer, *args, **kwargs)
+
+    marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return marked

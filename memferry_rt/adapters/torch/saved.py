@@ -1,0 +1,114 @@
+"""Saved-tensor hooks: what autograd keeps of a streamed weight is where it lies, not a tensor over it.
+
+Autograd saves views of the storage that a weight has during forward; when that device memory is given to
+another layer, the view would silently read the wrong weights in backward.  Packing turns such a view into
+layer, offset and form; unpacking brings the layer back and rebuilds it.  Hooks that are active already
+(checkpointing's, a user's) go on seeing every other tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedError
+from .layer import LayerState, ViewKey
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+class _SavedWeight:
+    """A view of a layer's weights, by place."""
+
+    __slots__ = ("key", "layer", "version")
+
+    def __init__(self, layer: LayerState, key: ViewKey) -> None:
+        self.layer = layer
+        self.key = key
+        self.version = layer.version
+
+
+class SavedWeights:
+    """Pushes and pops the hooks, one pair for each scope of a module that owns weights.
+
+    Parameters
+    ----------
+    bring_back : callable
+        Gives the view of a layer's weights for backward, with the layer in device memory.
+    """
+
+    def __init__(self, bring_back: Callable[[LayerState, ViewKey], torch.Tensor]) -> None:
+        self._bring_back = bring_back
+        self._slabs: dict[int, LayerState] = {}
+        self._plain = self._hooks(None)
+
+    def watch(self, storage: int, layer: LayerState) -> None:
+        """Tensors over the storage at this address are weights of `layer` from now on."""
+        self._slabs[storage] = layer
+
+    def forget(self) -> None:
+        """Forget every address: the device pool is going away."""
+        self._slabs.clear()
+
+    def push(self) -> bool:
+        """Put the hooks on top, over those that are there; False if they are on top already."""
+        below = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if below is not None and getattr(below[0], "_of_memferry", False):
+            return False
+        pack, unpack = self._plain if below is None else self._hooks(below)
+        try:
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        except RuntimeError as error:
+            raise UnsupportedError(
+                "an offloaded model needs saved-tensor hooks, and something has disabled them; "
+                "torch.func transforms such as torch.func.grad are not supported, use backward()"
+            ) from error
+        return True
+
+    @staticmethod
+    def pop() -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def _hooks(self, below: tuple[Pack, Unpack] | None) -> tuple[Pack, Unpack]:
+        slabs = self._slabs
+        bring_back = self._bring_back
+        lower_pack, lower_unpack = below if below is not None else (None, None)
+
+        def pack(tensor: torch.Tensor) -> Any:
+            try:
+                layer = slabs.get(tensor.untyped_storage().data_ptr())
+            except (RuntimeError, NotImplementedError):  # no storage of its own: sparse, or a subclass
+                layer = None
+            if layer is not None:
+                key = (tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+                return _SavedWeight(layer, key)
+            return tensor if lower_pack is None else _Lower(lower_pack(tensor))
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if type(packed) is _SavedWeight:
+                if packed.version != packed.layer.version:
+                    raise RuntimeError(
+                        f"backward needs the weights that layer {packed.layer.name!r} had during forward, but "
+                        "an optimizer step or a load has changed them since; call backward() before step()"
+                    )
+                return bring_back(packed.layer, packed.key)
+            if type(packed) is _Lower:
+                assert lower_unpack is not None
+                return lower_unpack(packed.packed)
+            result: torch.Tensor = packed
+            return result
+
+        pack._of_memferry = True  # type: ignore[attr-defined]
+        return pack, unpack
+
+
+class _Lower:
+    """What the hooks below have packed."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: Any) -> None:
+        self.packed = packed

@@ -1,0 +1,147 @@
+"""Which layers' weights are in device memory: loaded before they are needed, evicted by the forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from memferry_allocator import Mode, OutOfMemory, Partition, Place, Stream, View, format_size
+
+from .trace import AccessTrace
+
+
+class LayerCache:
+    """Layers in the device budget, as views that stay open until their memory is wanted.
+
+    Who evicts what follows Bélády: the layer whose next use is farthest goes first, and a layer is loaded early
+    only over layers that are needed later.
+
+    Parameters
+    ----------
+    partitions : sequence of Partition
+        The layers' weights, in forward order.
+    trace : AccessTrace
+    ready : callable
+        Whether a layer's host weights are final, so that they may be copied.
+    held : callable
+        Whether a tensor outside the cache still uses a layer's device memory; such a layer is not evicted.
+    """
+
+    def __init__(
+        self,
+        partitions: Sequence[Partition],
+        trace: AccessTrace,
+        *,
+        ready: Callable[[int], bool],
+        held: Callable[[int], bool],
+    ) -> None:
+        self._partitions = partitions
+        self._trace = trace
+        self._ready = ready
+        self._held = held
+        self._views: dict[int, View] = {}
+        self._pins = [0] * len(partitions)
+
+    def use(self, layer: int, stream: Stream, *, training: bool) -> int:
+        """The device pointer of a layer's weights, valid in `stream`'s order until `evict` or `release`.
+
+        Raises
+        ------
+        OutOfMemory
+            Layers in use at the same time leave no room for this one.
+        """
+        moved = self._trace.use(layer) if training else layer not in self._views
+        view = self._views.get(layer)
+        if view is None:
+            partition = self._partitions[layer]
+            if not partition.resident and not self._make_room(partition.nbytes, beyond=-1, keep=layer):
+                raise self._no_room(layer)
+            view = self._views[layer] = partition.acquire(Place.DEVICE, Mode.READ, stream=stream)
+        elif stream not in view.streams:
+            view.record_stream(stream)
+        if moved:
+            self._prefetch(layer, training=training)
+        return view.ptr
+
+    def pin(self, layer: int) -> None:
+        """Keep a layer in device memory until it is unpinned as often."""
+        self._pins[layer] += 1
+
+    def unpin(self, layer: int) -> None:
+        self._pins[layer] -= 1
+
+    def unpin_all(self) -> None:
+        """Forget every pin: nothing is using layers any more."""
+        self._pins = [0] * len(self._partitions)
+
+    def load_early(self, layer: int) -> bool:
+        """Start loading a layer if there is room without evicting; whether it is there or on its way."""
+        partition = self._partitions[layer]
+        if not partition.resident:
+            if partition.space.pool.largest_free < partition.nbytes:
+                return False
+            partition.prefetch()
+        return True
+
+    def release(self) -> None:
+        """Close every view: their last uses are those enqueued until now."""
+        for view in self._views.values():
+            view.release()
+        self._views.clear()
+
+    def evict(self, layer: int) -> None:
+        """Give a layer's device memory back."""
+        view = self._views.pop(layer, None)
+        if view is not None:
+            view.release()
+        self._partitions[layer].evict()
+
+    @property
+    def resident(self) -> list[int]:
+        """The layers in device memory now."""
+        return [layer for layer, partition in enumerate(self._partitions) if partition.resident]
+
+    def _prefetch(self, current: int, *, training: bool) -> None:
+        order = self._trace.upcoming() if training else iter(range(current + 1, len(self._partitions)))
+        for layer in order:
+            partition = self._partitions[layer]
+            if partition.resident:
+                continue
+            if not self._ready(layer):
+                return
+            beyond = self._trace.next_use(layer) if training else -1
+            if not self._make_room(partition.nbytes, beyond=beyond, keep=current):
+                return
+            partition.prefetch()
+            if not training:
+                return
+
+    def _make_room(self, nbytes: int, *, beyond: int, keep: int) -> bool:
+        """Evict layers that are needed later than `beyond` until `nbytes` fit; whether they do."""
+        pool = self._partitions[0].space.pool
+        while pool.largest_free < nbytes:
+            victim = max(
+                (layer for layer in self.resident if layer != keep and self._evictable(layer)),
+                key=self._trace.next_use,
+                default=None,
+            )
+            if victim is None or self._trace.next_use(victim) <= beyond:
+                return False
+            self.evict(victim)
+        return True
+
+    def _evictable(self, layer: int) -> bool:
+        return not self._pins[layer] and not self._held(layer)
+
+    def _no_room(self, layer: int) -> OutOfMemory:
+        partition = self._partitions[layer]
+        pool = partition.space.pool
+        stuck = [self._partitions[other].name for other in self.resident]
+        return OutOfMemory(
+            f"{partition.name} needs {format_size(partition.nbytes)} of the device pool, which has "
+            f"{format_size(pool.nbytes)}, while these are in use at the same time: {', '.join(stuck)}; "
+            "raise device_memory, or drop tensors that alias weights",
+            size=partition.nbytes,
+            used=pool.used,
+            limit=pool.nbytes,
+            budget="device pool",
+        )

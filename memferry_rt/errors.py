@@ -1,0 +1,37 @@
+"""The errors of the training runtime."""
+
+from memferry_allocator import MemFerryError, format_size
+
+
+class OffloadError(MemFerryError):
+    """Root of the runtime's errors."""
+
+
+class UnsupportedError(OffloadError):
+    """Something about a model, an optimizer or a call that offloading cannot honour."""
+
+
+class BudgetError(OffloadError):
+    """A memory budget is too small.
+
+    Attributes
+    ----------
+    budget : str
+        ``"device_memory"`` or ``"host_memory"``.
+    given, smallest : int
+        Bytes given, and the fewest known to be enough.
+    """
+
+    def __init__(self, budget: str, given: int, smallest: int, reason: str) -> None:
+        super().__init__(
+            f"{budget}: {format_size(given)} is too small: {reason}; "
+            f"the smallest that works is {format_size_up(smallest)} ({smallest} bytes)"
+        )
+        self.budget = budget
+        self.given = given
+        self.smallest = smallest
+
+
+def format_size_up(nbytes: int) -> str:
+    """`nbytes` as whole MiB, rounded up, so that the text is itself enough."""
+    return f"{-(-nbytes // (1 << 20))}MiB"

@@ -1,0 +1,61 @@
+"""What `offload` can be told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memferry_allocator import EmulatedOptions, InvalidRequestError, parse_size
+
+
+@dataclass(frozen=True)
+class OffloadOptions:
+    """Settings of `memferry_rt.offload`; see there.  Sizes are bytes."""
+
+    device: str = "auto"
+    device_memory: int = 0
+    host_memory: int | None = None
+    max_grad_norm: float | None = None
+    compute_dtype: str | None = None
+    layers: tuple[str, ...] | None = None
+    pool_memory: int | None = None
+    async_step: bool = False
+    emulated: EmulatedOptions | None = None
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        device: str,
+        device_memory: str | int,
+        host_memory: str | int | None,
+        max_grad_norm: float | None,
+        compute_dtype: str | None,
+        layers: Sequence[str] | None,
+        pool_memory: str | int | None,
+        async_step: bool,
+        emulated: EmulatedOptions | None,
+    ) -> OffloadOptions:
+        """Options from what a user writes.
+
+        Raises
+        ------
+        InvalidRequestError
+            A size or a norm makes no sense.
+        """
+        if max_grad_norm is not None and not (max_grad_norm > 0 and math.isfinite(max_grad_norm)):
+            raise InvalidRequestError(
+                f"max_grad_norm: {max_grad_norm} is not a positive number; leave it out for no clipping"
+            )
+        return cls(
+            device=device,
+            device_memory=parse_size(device_memory, name="device_memory"),
+            host_memory=None if host_memory is None else parse_size(host_memory, name="host_memory"),
+            max_grad_norm=max_grad_norm,
+            compute_dtype=compute_dtype,
+            layers=None if layers is None else tuple(layers),
+            pool_memory=None if pool_memory is None else parse_size(pool_memory, name="pool_memory"),
+            async_step=async_step,
+            emulated=emulated,
+        )

@@ -1,0 +1,103 @@
+"""The transfer engine: copies between host and device, off the compute stream, in its order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from memferry_allocator import Direction, Driver, Span, Stream, registrations
+from memferry_allocator.driver import require_stream
+
+from .errors import InvalidTransferError
+from .transfer import Transfer
+
+
+class TransferEngine:
+    """Moves bytes between host memory and one device, each direction on a stream of its own.
+
+    A transfer asked for on a consumer's stream starts after what that stream already holds, and what the
+    stream gets later starts after the transfer; beside it, the stream's kernels and the other direction's
+    copies go on.  A `memferry_allocator.Copier`.  Thread-safe.
+
+    Parameters
+    ----------
+    driver : Driver
+    device : int
+    """
+
+    def __init__(self, driver: Driver, device: int) -> None:
+        self.driver = driver
+        self.device = device
+        self._lanes = {direction: driver.create_stream(device) for direction in Direction}
+        self._moved = dict.fromkeys(Direction, 0)
+        self._lock = threading.Lock()
+
+    def lane(self, direction: Direction) -> Stream:
+        """The stream that carries a direction; a transfer asked for on it needs no events around it."""
+        return self._lanes[direction]
+
+    @property
+    def bytes_moved(self) -> dict[Direction, int]:
+        """Bytes submitted so far, by direction."""
+        return dict(self._moved)
+
+    def copy(self, dst: Span, src: Span, direction: Direction, *, stream: Stream) -> Transfer:
+        """Copy one region.
+
+        Parameters
+        ----------
+        dst, src : Span
+            Of equal size; the host side's pages must be registered.
+        direction : Direction
+        stream : Stream
+            Whose order the transfer joins.
+
+        Raises
+        ------
+        InvalidTransferError
+            Sizes differ, or host pages are not registered; nothing was copied.
+        """
+        return self.copy_regions([(dst, src)], direction, stream=stream)
+
+    def copy_regions(
+        self, regions: Sequence[tuple[Span, Span]], direction: Direction, *, stream: Stream
+    ) -> Transfer:
+        """Copy many ``(dst, src)`` regions as one transfer.  Parameters and errors as for `copy`."""
+        require_stream(stream, self.device)
+        pieces = [piece for dst, src in regions for piece in self._pieces(dst, src, direction)]
+        lane = self._lanes[direction]
+        with self._lock:
+            if stream is not lane:
+                lane.wait(stream.record())
+            for to, of, nbytes in pieces:
+                self.driver.copy(to, of, nbytes, stream=lane)
+            event = lane.record()
+            nbytes = sum(size for _, _, size in pieces)
+            self._moved[direction] += nbytes
+        if stream is not lane:
+            stream.wait(event)
+        return Transfer(direction, nbytes, len(pieces), event)
+
+    def close(self) -> None:
+        """Wait for the transfers under way and give the streams back; a second call does nothing."""
+        for lane in self._lanes.values():
+            lane.close()
+
+    def _pieces(self, dst: Span, src: Span, direction: Direction) -> list[tuple[int, int, int]]:
+        """A region as driver copies: none may cross the edge of a registration."""
+        if dst.nbytes != src.nbytes or dst.nbytes < 0:
+            raise InvalidTransferError(
+                f"{direction.value} copy: source has {src.nbytes} bytes and destination {dst.nbytes}; "
+                "give two ranges of one size"
+            )
+        host = src if direction is Direction.HOST_TO_DEVICE else dst
+        known = registrations(self.driver)
+        if not known.covers(host.ptr, host.nbytes):
+            raise InvalidTransferError(
+                f"{direction.value} copy: the {host.nbytes} host bytes at {host.ptr:#x} are not all registered; "
+                "take them from a HostArena, or register them with registrations(driver).register"
+            )
+        return [
+            (dst.ptr + piece.ptr - host.ptr, src.ptr + piece.ptr - host.ptr, piece.nbytes)
+            for piece in known.split(host.ptr, host.nbytes)
+        ]

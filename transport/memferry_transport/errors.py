@@ -1,0 +1,11 @@
+"""The errors of the transport."""
+
+from memferry_allocator import MemFerryError
+
+
+class TransportError(MemFerryError):
+    """Root of the transport's errors."""
+
+
+class InvalidTransferError(TransportError, ValueError):
+    """A transfer that cannot be carried out as asked; nothing was copied."""
