@@ -62,9 +62,7 @@ class StagingRing:
 
     def _claim(self, start: int, end: int, stream: Stream) -> None:
         """Wait for the copies of older pieces that lie here: they leave in the order they came."""
-        overlapping = [
-            index for index, (low, high, _) in enumerate(self._leaving) if low < end and start < high
-        ]
+        overlapping = [index for index, (low, high, _) in enumerate(self._leaving) if low < end and start < high]
         if overlapping:
             for _ in range(overlapping[-1]):
                 self._leaving.popleft()

@@ -23,7 +23,7 @@ class RaceError(AllocatorError):
     """Two overlapping accesses, one of them a write, that nothing orders (emulated device only)."""
 
 
-class OutOfMemory(AllocatorError, MemoryError):  # noqa: N818 - the field's own name for it
+class OutOfMemory(AllocatorError, MemoryError):
     """A budget or a device ran out.
 
     Attributes

@@ -62,5 +62,7 @@ def open_device(text: str, *, emulated: EmulatedOptions | None = None) -> tuple[
     ordinal = int(number or 0)
     driver = open_driver(kind, emulated=emulated)
     if ordinal >= driver.device_count:
-        raise DriverError("CUDA_ERROR_INVALID_DEVICE", f"device {text!r}", f"this machine has {driver.device_count}")
+        raise DriverError(
+            "CUDA_ERROR_INVALID_DEVICE", f"device {text!r}", f"this machine has {driver.device_count}"
+        )
     return driver, ordinal

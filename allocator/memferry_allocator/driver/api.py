@@ -238,9 +238,7 @@ class Driver(ABC):
         """Declare work enqueued on `stream` by somebody else (a framework's kernels) and what it touches."""
         return NO_BRACKET
 
-    def host_access(
-        self, *, reads: Iterable[Span] = (), writes: Iterable[Span] = (), label: str = ""
-    ) -> Bracket:
+    def host_access(self, *, reads: Iterable[Span] = (), writes: Iterable[Span] = (), label: str = "") -> Bracket:
         """Declare that the calling thread touches host memory until the bracket ends."""
         return NO_BRACKET
 
@@ -250,6 +248,7 @@ class Driver(ABC):
 
     def observe(self, token: Any) -> None:
         """Take over the knowledge in a token of `publish`; pair it with a lock, queue or join."""
+        return
 
     # -- end ----------------------------------------------------------------------------------------
     @abstractmethod

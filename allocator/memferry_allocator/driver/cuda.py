@@ -165,7 +165,9 @@ class CudaDriver(Driver):
         flags = _PORTABLE_MAPPED | (_READ_ONLY if read_only else 0)
         with self._on(0):
             _check(
-                "host_register", cu.cuMemHostRegister(address, nbytes, flags), f"{nbytes} bytes at {address:#x}"
+                "host_register",
+                cu.cuMemHostRegister(address, nbytes, flags),
+                f"{nbytes} bytes at {address:#x}",
             )
 
     def host_unregister(self, address: int) -> None:

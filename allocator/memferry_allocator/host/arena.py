@@ -83,7 +83,9 @@ class HostArena:
         except BaseException:
             libc.unmap(self.address, self.nbytes)
             raise
-        self._finalizer = weakref.finalize(self, _release, self.registration, self.address, self.nbytes, os.getpid())
+        self._finalizer = weakref.finalize(
+            self, _release, self.registration, self.address, self.nbytes, os.getpid()
+        )
         self._finalizer.atexit = False  # the pages go with the process; the driver may be going down
 
     @property

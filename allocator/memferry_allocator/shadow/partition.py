@@ -203,9 +203,7 @@ class Partition:
             lane = self.space.copier.lane(Direction.HOST_TO_DEVICE)
             ptr = self.space.allocate(self.nbytes, lane)
             self._hazards.before_read(lane)
-            done = self.space.copier.copy(
-                Span(ptr, self.nbytes), self.host, Direction.HOST_TO_DEVICE, stream=lane
-            )
+            done = self.space.copier.copy(Span(ptr, self.nbytes), self.host, Direction.HOST_TO_DEVICE, stream=lane)
             self._hazards.has_read(lane, done.event)
             self._copy = _DeviceCopy(ptr)
             self._copy.hazards.wrote(lane, done.event)

@@ -99,7 +99,9 @@ def plan_budget(
     BudgetError
         Some set of layers does not fit; it names the smallest budget that does.
     """
-    gradient = max((slot.spec.nbytes for layout in layouts for slot in layout.slots if slot.spec.trainable), default=0)
+    gradient = max(
+        (slot.spec.nbytes for layout in layouts for slot in layout.slots if slot.spec.trainable), default=0
+    )
     least_ring = min(_whole_ring(gradient), SMALLEST_RING) if gradient else 0
     worst = max((_room(layouts, group) for group in together), default=(0, ""))
     smallest = worst[0] + least_ring

@@ -109,7 +109,7 @@ class GradientFlow:
         def after(parameter: torch.Tensor) -> None:
             self._arrive(slot)
 
-        self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+        self._handles.append(parameter.register_hook(before))
         self._handles.append(parameter.register_post_accumulate_grad_hook(after))
         return slot
 
@@ -143,14 +143,12 @@ class GradientFlow:
         parameter.grad = slot.home
         slot.version = slot.home._version
         home.fresh = True
-        if len(slot.parameter._post_accumulate_grad_hooks) > 1:  # type: ignore[attr-defined]
+        if len(slot.parameter._post_accumulate_grad_hooks) > 1:
             self.finish()  # somebody else's hook may read it next
         else:
             self._at_end_of_backward()
 
-    def _add(
-        self, slot: GradientSlot, gradient: torch.Tensor, partial: torch.Tensor, stream: Stream
-    ) -> None:
+    def _add(self, slot: GradientSlot, gradient: torch.Tensor, partial: torch.Tensor, stream: Stream) -> None:
         """``partial + gradient`` into `gradient`, as autograd accumulates."""
         home = self._homes[slot.layer]
         if partial is not slot.home or home.bracket is not None:

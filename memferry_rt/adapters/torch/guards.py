@@ -33,7 +33,10 @@ class ModelGuards:
         for name, guard in (
             ("_apply", _guard_apply(module)),
             ("share_memory", _refuse("share_memory()", "its weights are the runtime's")),
-            ("__deepcopy__", _refuse("copy.deepcopy", "the copy would drive the same runtime; use state_dict()")),
+            (
+                "__deepcopy__",
+                _refuse("copy.deepcopy", "the copy would drive the same runtime; use state_dict()"),
+            ),
             ("__reduce_ex__", _refuse("pickling", "save its state_dict() instead")),
             ("zero_grad", self._zero_grad(module)),
         ):

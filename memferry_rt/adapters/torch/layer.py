@@ -162,12 +162,12 @@ class LayerState:
         """Whether somebody outside has a tensor over the layer's present device memory."""
         return self.current is not None and self.current.held
 
-    def _mapped(
-        self, arena: HostArena, slab: Span, slot: Slot, offset: int, form: Geometry
-    ) -> torch.Tensor:
+    def _mapped(self, arena: HostArena, slab: Span, slot: Slot, offset: int, form: Geometry) -> torch.Tensor:
         # A storage of its own for every parameter: torch.save of one must not write the whole slab.
         if slot.spec.nbytes == 0:
-            return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=self._factory.torch_device)
+            return torch.empty_strided(
+                form.shape, form.stride, dtype=form.dtype, device=self._factory.torch_device
+            )
         span = Span(slab.ptr + offset, slot.spec.nbytes)
         with torch.inference_mode(False):
             return shaped(self._factory.mapped(arena, span), 0, form.dtype, form.shape, form.stride)

@@ -121,9 +121,7 @@ def offload(
     budget = _plan(model, cuts, layouts, options, driver, ordinal)
     materialiser = Materialiser(model, param_init_fn)
     budget.apply()
-    runtime = Runtime(
-        model, optimizer, options, driver, ordinal, cuts, layouts, geometries, budget, materialiser
-    )
+    runtime = Runtime(model, optimizer, options, driver, ordinal, cuts, layouts, geometries, budget, materialiser)
     model.__dict__[_ATTRIBUTE] = runtime
     return model, optimizer
 
@@ -188,7 +186,9 @@ def _plan(
 ) -> Budget:
     host = sum(layout.host_nbytes for layout in layouts)
     if options.host_memory is not None and host > options.host_memory:
-        raise BudgetError("host_memory", options.host_memory, host, "weights, gradients and optimizer state take more")
+        raise BudgetError(
+            "host_memory", options.host_memory, host, "weights, gradients and optimizer state take more"
+        )
     cuda = driver.name != "emulated"
     capacity = driver.device_info(ordinal).capacity
     if options.device_memory > capacity:

@@ -41,7 +41,9 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
                 raise UnsupportedError(f"optimizer: a parameter of group {number} does not belong to the model")
     for state in optimizer.state.values():
         if not STATE_KEYS.issuperset(state):
-            raise UnsupportedError(f"optimizer: unknown state {sorted(set(state) - STATE_KEYS)}; it cannot be moved")
+            raise UnsupportedError(
+                f"optimizer: unknown state {sorted(set(state) - STATE_KEYS)}; it cannot be moved"
+            )
 
 
 def _settings(group: dict[str, Any], decoupled: bool) -> AdamSettings:
@@ -87,7 +89,13 @@ class OptimizerPatch:
         self._settle = settle
         self._before = {
             name: optimizer.__dict__.get(name)
-            for name in ("step", "zero_grad", "load_state_dict", "add_param_group", "_step_supports_amp_scaling")
+            for name in (
+                "step",
+                "zero_grad",
+                "load_state_dict",
+                "add_param_group",
+                "_step_supports_amp_scaling",
+            )
         }
         self._steps: dict[nn.Parameter, torch.Tensor] = {}
         self._adopt_state()
@@ -143,9 +151,7 @@ class OptimizerPatch:
 
     def _adopt(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
         layer, index = self._home[parameter]
-        views = {
-            key: layer.in_shape(index, layer.cpu_state(index, key)) for key in ("exp_avg", "exp_avg_sq")
-        }
+        views = {key: layer.in_shape(index, layer.cpu_state(index, key)) for key in ("exp_avg", "exp_avg_sq")}
         for key, view in views.items():
             if key in state:
                 view.copy_(state[key])
@@ -204,7 +210,9 @@ class OptimizerPatch:
             type(optimizer).zero_grad(optimizer, set_to_none)
 
         def add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
-            raise UnsupportedError("add_param_group on an offloaded optimizer: restore() it, add, and offload again")
+            raise UnsupportedError(
+                "add_param_group on an offloaded optimizer: restore() it, add, and offload again"
+            )
 
         hooked = Optimizer.profile_hook_step(step)  # so that step hooks and profiling go on working
         wrapped = getattr(self._before["step"] or optimizer.step, "_wrapped_by_lr_sched", False)

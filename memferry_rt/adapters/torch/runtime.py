@@ -103,9 +103,7 @@ class Runtime:
         self.layers = move_in(cuts, layouts, geometries, self.arena, self.factory, materialiser)
         materialiser.materialise_buffers()
         self._home = {
-            parameter: (layer, index)
-            for layer in self.layers
-            for index, parameter in enumerate(layer.parameters)
+            parameter: (layer, index) for layer in self.layers for index, parameter in enumerate(layer.parameters)
         }
         for owner in model.modules():
             for key, buffer in owner._buffers.items():
@@ -440,4 +438,3 @@ class Runtime:
         self.arena.close()
         if self._own_stream is not None:
             self._own_stream.close()
-

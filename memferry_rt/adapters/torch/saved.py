@@ -83,7 +83,7 @@ class SavedWeights:
             except (RuntimeError, NotImplementedError):  # no storage of its own: sparse, or a subclass
                 layer = None
             if layer is not None:
-                key = (tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+                key = (tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
                 return _SavedWeight(layer, key)
             return tensor if lower_pack is None else _Lower(lower_pack(tensor))
 

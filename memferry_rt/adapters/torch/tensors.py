@@ -52,7 +52,7 @@ class TensorFactory:
 
     def host(self, arena: HostArena, span: Span) -> torch.Tensor:
         """Over host pages as the CPU sees them; keeps the arena."""
-        return _from_buffer(memoryview(arena.array(span)))
+        return _from_buffer(arena.array(span))
 
     def _cuda(self, ptr: int, nbytes: int, owner: object) -> torch.Tensor:
         return torch.as_tensor(_CudaBytes(ptr, nbytes, owner), device=self.torch_device)

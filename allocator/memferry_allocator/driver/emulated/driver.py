@@ -153,7 +153,7 @@ class EmulatedDriver(Driver):
         if place.kind is Kind.DEVICE:
             data = self._memory.devices[place.device].data(ptr, nbytes)
             assert data is not None
-            return memoryview(data)
+            return memoryview(data)  # type: ignore[arg-type]  # arrays are buffers; the stubs say so from 3.12
         return memoryview((ctypes.c_uint8 * nbytes).from_address(place.real)).cast("B")
 
     # -- order --------------------------------------------------------------------------------------
@@ -274,7 +274,9 @@ class EmulatedDriver(Driver):
         if not self.can_access_peer(device, peer):
             raise DriverError("CUDA_ERROR_INVALID_DEVICE", "enable_peer_access", f"device {device} to itself")
         if (device, peer) in self._peers:
-            raise DriverError("CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", "enable_peer_access", f"{device} to {peer}")
+            raise DriverError(
+                "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", "enable_peer_access", f"{device} to {peer}"
+            )
         self._peers.add((device, peer))
 
     def disable_peer_access(self, device: int, peer: int) -> None:
@@ -303,9 +305,7 @@ class EmulatedDriver(Driver):
 
             return _EmulatedBracket(finish)
 
-    def host_access(
-        self, *, reads: Iterable[Span] = (), writes: Iterable[Span] = (), label: str = ""
-    ) -> Bracket:
+    def host_access(self, *, reads: Iterable[Span] = (), writes: Iterable[Span] = (), label: str = "") -> Bracket:
         with self._lock:
             touches = [self._host_touch(span, False) for span in reads]
             touches += [self._host_touch(span, True) for span in writes]
@@ -349,7 +349,9 @@ class EmulatedDriver(Driver):
     def _device(self, device: int) -> int:
         if not 0 <= device < self.options.device_count:
             raise DriverError(
-                "CUDA_ERROR_INVALID_DEVICE", "device", f"{device} of {self.options.device_count} emulated devices"
+                "CUDA_ERROR_INVALID_DEVICE",
+                "device",
+                f"{device} of {self.options.device_count} emulated devices",
             )
         return device
 
@@ -379,9 +381,7 @@ class EmulatedDriver(Driver):
         join(clock, self._threads.clock)
         for touch in touches:
             line = touch.place.line
-            self._log.check(
-                line, line + touch.nbytes, write=touch.write, actor=actor, clock=clock, label=label
-            )
+            self._log.check(line, line + touch.nbytes, write=touch.write, actor=actor, clock=clock, label=label)
         clock[actor] = clock.get(actor, 0) + 1
         for touch in touches:
             line = touch.place.line
@@ -427,9 +427,7 @@ class EmulatedDriver(Driver):
 
     def _retire(self, start: int, nbytes: int, label: str) -> None:
         threads = self._threads
-        self._log.check(
-            start, start + nbytes, write=True, actor=threads.actor, clock=threads.clock, label=label
-        )
+        self._log.check(start, start + nbytes, write=True, actor=threads.actor, clock=threads.clock, label=label)
         self._log.forget(start, start + nbytes)
 
     def _reach(self, work: Work | None, clock: Clock) -> None:

@@ -142,7 +142,9 @@ class HostMemory:
             )
         if self._overlaps(address, nbytes):
             raise DriverError(
-                "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "host_register", f"{nbytes} bytes at {address:#x}"
+                "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
+                "host_register",
+                f"{nbytes} bytes at {address:#x}",
             )
         index = bisect.bisect_left(self._starts, address)
         self._starts.insert(index, address)
@@ -176,7 +178,9 @@ class HostMemory:
             return Kind.PINNED
         if self._overlaps(address, nbytes):
             raise DriverError(
-                "CUDA_ERROR_INVALID_VALUE", "copy", f"{nbytes} bytes at {address:#x} span a registration's edge"
+                "CUDA_ERROR_INVALID_VALUE",
+                "copy",
+                f"{nbytes} bytes at {address:#x} span a registration's edge",
             )
         return Kind.PAGEABLE
 
