@@ -33,5 +33,6 @@ class BudgetError(OffloadError):
 
 
 def format_size_up(nbytes: int) -> str:
-    """`nbytes` as whole MiB, rounded up, so that the text is itself enough."""
-    return f"{-(-nbytes // (1 << 20))}MiB"
+    """`nbytes` as whole MiB or KiB, rounded up, so that the text is itself enough."""
+    shift, unit = (20, "MiB") if nbytes >= 16 << 20 else (10, "KiB")
+    return f"{-(-nbytes // (1 << shift))}{unit}"

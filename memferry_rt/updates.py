@@ -1,56 +1,88 @@
-"""The update's worker: layers are updated on the CPU, in order, beside the thread that launches kernels."""
+"""The update's workers: layers are updated on the CPU, in order, beside the thread that launches kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
-from memferry_allocator import Driver
+
+@dataclass(frozen=True)
+class _Update:
+    pieces: list[Future[None]]
+    end: Callable[[], None]
 
 
 class UpdateQueue:
-    """Runs updates one after another in a thread of its own.
+    """Runs the pieces of updates in threads of its own, in the order in which they were submitted.
 
-    What the submitting thread knew when it submitted is known to the update, and what the update did is known
-    to whoever has waited for it.
+    The submitting thread lends its rights to the memory: it acquires before it submits, and `wait` gives
+    them back once every piece has run.
+
+    Parameters
+    ----------
+    threads : int
+        By default all processors this process may use but one, which is left to the launching thread.
+    start : callable, optional
+        Called once in every thread before its first piece.
     """
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="memferry-update")
-        self._pending: dict[int, Future[Any]] = {}
+    def __init__(self, threads: int | None = None, *, start: Callable[[], None] | None = None) -> None:
+        self.threads = threads or max(1, len(os.sched_getaffinity(0)) - 1)
+        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="memferry-update")
+        self._pending: dict[int, _Update] = {}
+        together = threading.Barrier(self.threads)
 
-    def submit(self, layer: int, update: Callable[[], None]) -> None:
-        """Queue the update of a layer; the layer's previous one must have been waited for."""
-        token = self._driver.publish()
+        def begin() -> None:
+            together.wait()  # so that every thread exists, and is prepared, from the start
+            if start is not None:
+                start()
 
-        def run() -> Any:
-            self._driver.observe(token)
-            update()
-            return self._driver.publish()
+        for begun in [self._pool.submit(begin) for _ in range(self.threads)]:
+            begun.result()
 
-        self._pending[layer] = self._pool.submit(run)
+    def submit(self, layer: int, pieces: Iterable[Callable[[], None]], end: Callable[[], None]) -> None:
+        """Queue the update of a layer; its previous one must have been waited for.
+
+        Parameters
+        ----------
+        pieces : iterable of callable
+            They touch disjoint memory and may run in any order, at the same time.
+        end : callable
+            Called by whoever waits for the layer, when every piece has run or failed.
+        """
+        self._pending[layer] = _Update([self._pool.submit(piece) for piece in pieces], end)
 
     def poll(self, layer: int) -> bool:
-        """Whether a layer's update is done, without blocking; if it is, what it did is known from now on."""
-        future = self._pending.get(layer)
-        if future is not None and not future.done():
+        """Whether a layer's update is over, without blocking."""
+        update = self._pending.get(layer)
+        if update is not None and not all(piece.done() for piece in update.pieces):
             return False
         self.wait(layer)
         return True
 
     def wait(self, layer: int) -> None:
-        """Block until a layer's update is done; raises what it raised."""
-        future = self._pending.pop(layer, None)
-        if future is not None:
-            self._driver.observe(future.result())
+        """Block until a layer's update is over; raises what its first failing piece raised."""
+        update = self._pending.pop(layer, None)
+        if update is not None:
+            wait(update.pieces)
+            update.end()
+            for piece in update.pieces:
+                piece.result()
 
     def wait_all(self) -> None:
-        """Block until every update is done; raises what the first failing one raised."""
+        """Block until every update is over; raises what the first failing one raised."""
+        failure: BaseException | None = None
         for layer in list(self._pending):
-            self.wait(layer)
+            try:
+                self.wait(layer)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
-        """Finish what is queued and end the thread; a second call does nothing."""
+        """Finish what is queued and end the threads; a second call does nothing."""
         self._pool.shutdown()

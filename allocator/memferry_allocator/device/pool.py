@@ -189,8 +189,11 @@ def _touches(one: _Block, other: _Block) -> bool:
 
 
 def _merge(one: _Block, other: _Block) -> _Block:
-    """The union; where both wait for a stream, both events count, so the later recorded one is kept."""
+    """The union; where both wait for a stream, its later event covers the earlier."""
     first, second = sorted((one, other), key=lambda block: block.start)
     pending = dict(one.pending)
-    pending.update(other.pending)  # `other` is the block being freed now: its events are the later ones
+    for stream, event in other.pending.items():
+        known = pending.get(stream)
+        if known is None or known.sequence < event.sequence:
+            pending[stream] = event
     return _Block(first.start, first.nbytes + second.nbytes, pending)

@@ -6,6 +6,7 @@ All calls are thread-safe.  Nothing here assumes which device is current, and no
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -82,12 +83,17 @@ class Stream:
 
 @dataclass(eq=False)
 class Event:
-    """A point in a stream's order.  Its driver handle goes back to the driver when this object dies."""
+    """A point in a stream's order.  Its driver handle goes back to the driver when this object dies.
+
+    `sequence` grows with every recording in this process: of two events of one stream, the one with the
+    larger number covers the other.
+    """
 
     driver: Driver
     device: int
     handle: Any
     timing: bool
+    sequence: int = 0
 
     def query(self) -> bool:
         """Whether the recorded work is done; an event never recorded is done."""
@@ -120,6 +126,12 @@ class Bracket:
 
 
 NO_BRACKET = Bracket()
+_sequence = itertools.count(1)
+
+
+def next_sequence() -> int:
+    """The number of a recording; for drivers."""
+    return next(_sequence)
 
 
 class Driver(ABC):

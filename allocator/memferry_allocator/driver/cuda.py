@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from cuda.bindings import driver as cu
 
 from ..errors import DriverError, DriverNotFoundError, DriverOutOfMemory
-from .api import DeviceInfo, Driver, Event, MemoryInfo, Stream
+from .api import DeviceInfo, Driver, Event, MemoryInfo, Stream, next_sequence
 
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
 _NOT_READY = cu.CUresult.CUDA_ERROR_NOT_READY
@@ -228,6 +228,7 @@ class CudaDriver(Driver):
     def event_record(self, event: Event, stream: Stream) -> None:
         with self._on(stream.device):
             _check("event_record", cu.cuEventRecord(event.handle, _live(stream)))
+        event.sequence = next_sequence()
 
     def event_query(self, event: Event) -> bool:
         with self._on(event.device):

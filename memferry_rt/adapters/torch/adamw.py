@@ -1,20 +1,23 @@
 """AdamW and Adam on the CPU, over a layer's slabs: PyTorch's own fused kernel, cache-sized piece by piece.
 
 Every parameter is cut where PyTorch's vector loop would not notice, so the bits are those of
-``torch.optim.AdamW(fused=True)`` on whole fp32 tensors.  Gradients are widened to fp32 and scaled by the
-clipping factor in a scratch buffer that stays in cache, and new weights are written in the same pass.
+``torch.optim.AdamW(fused=True)`` on whole fp32 tensors.  A piece goes through one thread alone: its gradient
+is widened to fp32 and scaled by the clipping factor in a scratch buffer that stays in that core's cache, and
+the new weight is written from there, so main memory sees every byte of state once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from .layer import LayerState
 
-CHUNK = 1 << 22  # elements; the fp32 scratch of one chunk is 16 MiB, and a multiple of every vector width
+CHUNK = 1 << 19  # elements: 2 MiB of fp32 scratch, a core's second-level cache; a multiple of any vector
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,6 @@ class _Batch:
     exp_avgs: list[torch.Tensor] = field(default_factory=list)
     exp_avg_sqs: list[torch.Tensor] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
-    scratch: list[torch.Tensor] = field(default_factory=list)
     weights: list[torch.Tensor | None] = field(default_factory=list)
     numel: int = 0
 
@@ -53,25 +55,22 @@ class LayerUpdate:
     layer : LayerState
     groups : mapping of index to int
         The parameter group of each parameter that the optimizer updates, by index in the layer.
-    scratch : Tensor
-        fp32, CHUNK elements; shared by the layers, which are updated one after another.
     """
 
-    def __init__(self, layer: LayerState, groups: dict[int, int], scratch: torch.Tensor) -> None:
+    def __init__(self, layer: LayerState, groups: dict[int, int]) -> None:
         self.layer = layer
-        self.parameters = sorted(groups)
         self._batches: list[_Batch] = []
         for index in sorted(groups, key=lambda index: (groups[index], index)):
-            self._add(index, groups[index], scratch)
+            self._add(index, groups[index])
 
-    def run(
+    def pieces(
         self,
         present: set[int],
         settings: Sequence[AdamSettings],
         steps: dict[int, torch.Tensor],
         scale: float,
-    ) -> None:
-        """Update the parameters in `present` in place.
+    ) -> list[Callable[[], None]]:
+        """The update of the parameters in `present`, in place, as calls that touch disjoint memory.
 
         Parameters
         ----------
@@ -84,13 +83,16 @@ class LayerUpdate:
         scale : float
             Multiplied into every gradient.
         """
+        pieces: list[Callable[[], None]] = []
         for batch in self._batches:
             if not present.issuperset(batch.parameters):
                 batch = _only(batch, present)
             if batch.parameters:
-                _update(batch, settings[batch.group], [steps[index] for index in batch.parameters], scale)
+                numbers = [steps[index] for index in batch.parameters]
+                pieces.append(functools.partial(_update, batch, settings[batch.group], numbers, scale))
+        return pieces
 
-    def _add(self, index: int, group: int, scratch: torch.Tensor) -> None:
+    def _add(self, index: int, group: int) -> None:
         layer = self.layer
         slot = layer.layout.slots[index]
         master = layer.cpu_state(index, "master")
@@ -99,14 +101,12 @@ class LayerUpdate:
         for start in range(0, slot.spec.numel, CHUNK):
             end = min(start + CHUNK, slot.spec.numel)
             batch = self._batch(group, end - start)
-            offset = batch.numel
-            batch.numel += -(-(end - start) // 64) * 64
+            batch.numel += end - start
             batch.parameters.append(index)
             batch.masters.append(master[start:end])
             batch.exp_avgs.append(exp_avg[start:end])
             batch.exp_avg_sqs.append(exp_avg_sq[start:end])
             batch.gradients.append(gradient[start:end])
-            batch.scratch.append(scratch[offset : offset + end - start])
             batch.weights.append(weight[start:end] if slot.spec.master else None)
 
     def _batch(self, group: int, numel: int) -> _Batch:
@@ -132,7 +132,6 @@ def _only(batch: _Batch, present: set[int]) -> _Batch:
         pick(batch.exp_avgs),
         pick(batch.exp_avg_sqs),
         pick(batch.gradients),
-        pick(batch.scratch),
         [batch.weights[position] for position in keep],
         batch.numel,
     )
@@ -140,13 +139,11 @@ def _only(batch: _Batch, present: set[int]) -> _Batch:
 
 @torch.no_grad()
 def _update(batch: _Batch, settings: AdamSettings, steps: list[torch.Tensor], scale: float) -> None:
-    torch._foreach_copy_(batch.scratch, batch.gradients)
-    if scale != 1.0:
-        torch._foreach_mul_(batch.scratch, scale)
+    gradients = _widened(batch, scale)
     kernel = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
     kernel(
         batch.masters,
-        batch.scratch,
+        gradients,
         batch.exp_avgs,
         batch.exp_avg_sqs,
         [],
@@ -164,3 +161,29 @@ def _update(batch: _Batch, settings: AdamSettings, steps: list[torch.Tensor], sc
     for weight, master in zip(batch.weights, batch.masters, strict=True):
         if weight is not None:
             weight.copy_(master)
+
+
+def _widened(batch: _Batch, scale: float) -> list[torch.Tensor]:
+    """The gradients in fp32, scaled; the originals stay as they are."""
+    scratch: torch.Tensor | None = getattr(_thread, "scratch", None)
+    if scratch is None:
+        scratch = _thread.scratch = torch.empty(CHUNK, dtype=torch.float32, device="cpu")
+    widened, offset = [], 0
+    for gradient in batch.gradients:
+        part = scratch[offset : offset + gradient.numel()].copy_(gradient)
+        widened.append(part if scale == 1.0 else part.mul_(scale))
+        offset += gradient.numel()
+    return widened
+
+
+_thread = threading.local()
+
+
+def single_threaded() -> None:
+    """Make torch compute in the calling thread alone: pieces run side by side, not inside each other.
+
+    torch keeps the number per thread, but sets the one for future threads with it; whoever prepares a thread
+    so sets its own number again afterwards.
+    """
+    torch.set_num_threads(1)
+    torch.get_num_threads()  # takes the number over for this thread for good

@@ -10,6 +10,7 @@ from torch import nn
 from ...errors import UnsupportedError
 
 SMALL_LAYER = 256 << 10
+IN_PLACE = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,15 +56,38 @@ def cut_layers(model: nn.Module, names: Sequence[str] | None = None) -> list[Cut
     return _merge_small(cuts) if names is None else cuts
 
 
-def owned_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that a module's own forward reads: its own, and those of children it never calls."""
-    own = [parameter for parameter in module._parameters.values() if parameter is not None]
-    for child in module.children():
-        if isinstance(child, (nn.ParameterList, nn.ParameterDict)):
-            own += list(child.parameters())
-    if isinstance(module, nn.MultiheadAttention):
-        own += list(module.out_proj.parameters())
-    return list(dict.fromkeys(own))
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """A module whose own forward reads parameters.
+
+    Attributes
+    ----------
+    in_place : bool
+        Whether it reads them in host memory: a container with a little of its own, which would otherwise keep
+        device memory for as long as everything inside it runs.
+    """
+
+    module: nn.Module
+    parameters: tuple[nn.Parameter, ...]
+    in_place: bool
+
+
+def find_owners(model: nn.Module) -> list[Owner]:
+    """Every module of the model that reads parameters of its own, or of children that it never calls."""
+    owners = []
+    for module in model.modules():
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        for child in module.children():
+            if isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+                own += list(child.parameters())
+        if isinstance(module, nn.MultiheadAttention):
+            own += list(module.out_proj.parameters())
+        if own:
+            unique = dict.fromkeys(own)
+            nbytes = sum(parameter.numel() * parameter.element_size() for parameter in unique)
+            container = any(parameter not in unique for parameter in module.parameters())
+            owners.append(Owner(module, tuple(unique), in_place=container and nbytes <= IN_PLACE))
+    return owners
 
 
 def _find_roots(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

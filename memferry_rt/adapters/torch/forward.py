@@ -19,15 +19,15 @@ from .saved import SavedWeights
 
 
 @dataclass(frozen=True, eq=False)
-class Owner:
-    """A module that owns parameters: which, and where they lie."""
+class Scope:
+    """What a module's forward needs in device memory: parameters, and the layers they lie in."""
 
     parameters: tuple[tuple[nn.Parameter, LayerState, int], ...]
     layers: tuple[LayerState, ...]
 
 
 class ForwardScopes:
-    """Opens a scope when an owner's forward begins and closes it when it ends, however it ends.
+    """Opens a module's scope when its forward begins and closes it when that ends, however it ends.
 
     Parameters
     ----------
@@ -35,6 +35,8 @@ class ForwardScopes:
         Brings a layer into device memory for the current stream, pins it, and gives its views.
     unpin : callable
         Ends the pin of a layer.
+    settle : callable
+        Blocks until a layer's update is over.
     changed : callable
         Told which parameter was written to in place since it was last seen.
     saved : SavedWeights
@@ -45,27 +47,39 @@ class ForwardScopes:
         *,
         load: Callable[[LayerState], DeviceViews],
         unpin: Callable[[LayerState], None],
+        settle: Callable[[LayerState], None],
         changed: Callable[[LayerState, int], None],
         saved: SavedWeights,
     ) -> None:
         self._load = load
         self._unpin = unpin
+        self._settle = settle
         self._changed = changed
         self._saved = saved
-        self._open: list[tuple[Owner, bool]] = []
+        self._open: list[tuple[Scope, bool]] = []
         self._handles: list[RemovableHandle] = []
 
-    def attach(self, module: nn.Module, owner: Owner) -> None:
+    def attach(self, module: nn.Module, scope: Scope) -> None:
         @_not_compiled
         def before(module: nn.Module, args: Any) -> None:
-            self._enter(owner)
+            self._enter(scope)
 
         @_not_compiled
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            self._exit(owner)
+            self._exit(scope)
 
         self._handles.append(module.register_forward_pre_hook(before))
         self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def attach_in_place(self, module: nn.Module, scope: Scope) -> None:
+        """A module that reads its parameters where they are at home only waits until they are new."""
+
+        @_not_compiled
+        def before(module: nn.Module, args: Any) -> None:
+            for layer in scope.layers:
+                self._settle(layer)
+
+        self._handles.append(module.register_forward_pre_hook(before))
 
     def attach_root(self, model: nn.Module) -> None:
         """A new forward of the whole model clears what an interrupted one has left open."""
@@ -87,14 +101,14 @@ class ForwardScopes:
             handle.remove()
         self._handles.clear()
 
-    def _enter(self, owner: Owner) -> None:
-        for parameter, layer, index in owner.parameters:
+    def _enter(self, scope: Scope) -> None:
+        for parameter, layer, index in scope.parameters:
             if parameter._version != layer.parameter_versions[index]:
                 self._changed(layer, index)
         loaded: list[LayerState] = []
         try:
             views = {}
-            for layer in owner.layers:
+            for layer in scope.layers:
                 views[layer] = self._load(layer)
                 loaded.append(layer)
             pushed = torch.is_grad_enabled() and self._saved.push()
@@ -102,40 +116,34 @@ class ForwardScopes:
             for layer in loaded:
                 self._unpin(layer)
             raise
-        for parameter, layer, index in owner.parameters:
+        for parameter, layer, index in scope.parameters:
             parameter.data = views[layer].parameters[index]
-        self._open.append((owner, pushed))
+        self._open.append((scope, pushed))
 
-    def _exit(self, owner: Owner) -> None:
-        if any(entry[0] is owner for entry in self._open):
+    def _exit(self, scope: Scope) -> None:
+        if any(entry[0] is scope for entry in self._open):
             while True:
                 entry = self._open.pop()
                 self._close(*entry)
-                if entry[0] is owner:
+                if entry[0] is scope:
                     return
 
-    def _close(self, owner: Owner, pushed: bool) -> None:
+    def _close(self, scope: Scope, pushed: bool) -> None:
         if pushed:
             self._saved.pop()
-        for parameter, layer, index in owner.parameters:
+        for parameter, layer, index in scope.parameters:
             if parameter._version != layer.parameter_versions[index]:  # its own forward has written to it
                 layer.host_weights[index].copy_(parameter.data)
                 self._changed(layer, index)
             parameter.data = layer.host_weights[index]
-        for layer in owner.layers:
+        for layer in scope.layers:
             self._unpin(layer)
 
 
-def owners_of(
-    modules: Iterable[tuple[nn.Module, list[nn.Parameter]]], home: dict[nn.Parameter, tuple[LayerState, int]]
-) -> list[tuple[nn.Module, Owner]]:
-    """The modules that own parameters, with where these lie."""
-    owners = []
-    for module, parameters in modules:
-        places = tuple((parameter, *home[parameter]) for parameter in parameters)
-        layers = tuple(dict.fromkeys(layer for _, layer, _ in places))
-        owners.append((module, Owner(places, layers)))
-    return owners
+def scope_of(parameters: Iterable[nn.Parameter], home: dict[nn.Parameter, tuple[LayerState, int]]) -> Scope:
+    """The scope of a module that reads these parameters."""
+    places = tuple((parameter, *home[parameter]) for parameter in parameters)
+    return Scope(places, tuple(dict.fromkeys(layer for _, layer, _ in places)))
 
 
 def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:

@@ -25,10 +25,23 @@ from .layer import LayerState
 
 @dataclass(eq=False)
 class GradientSlot:
-    """One parameter's gradient: its place, and what is known of it in this iteration."""
+    """One parameter's gradient: its place, and what is known of it in this iteration.
+
+    Attributes
+    ----------
+    home : Tensor
+        Over the host pages where the gradient belongs.
+    partial : Tensor or None
+        What earlier micro-steps have summed, while a new gradient is being made.
+    leaving : Event or None
+        Until when its copy home is under way.
+    norm : Tensor or None
+        Its fp64 2-norm, a scalar on the device.
+    version : int
+        The version of `home` that `norm` belongs to.
+    """
 
     name: str
-    position: int
     parameter: nn.Parameter
     layer: LayerState
     index: int
@@ -36,6 +49,7 @@ class GradientSlot:
     span: Span
     partial: torch.Tensor | None = None
     leaving: Event | None = None
+    norm: torch.Tensor | None = None
     version: int = -1
 
 
@@ -62,8 +76,6 @@ class GradientFlow:
         Blocks until an update that still reads a layer's gradients is done.
     ring_tensor : callable
         A uint8 tensor over a span of device memory.
-    norms : Tensor
-        fp64, one element a parameter, where each gradient's 2-norm is put as it is made.
     """
 
     def __init__(
@@ -74,7 +86,6 @@ class GradientFlow:
         stream: Callable[[], Stream],
         settle: Callable[[LayerState], None],
         ring_tensor: Callable[[Span], torch.Tensor],
-        norms: torch.Tensor,
     ) -> None:
         self._driver = driver
         self._engine = engine
@@ -82,7 +93,6 @@ class GradientFlow:
         self._settle = settle
         self._ring_tensor = ring_tensor
         self._ring: StagingRing | None = None
-        self._norms = norms
         self._lane = engine.lane(Direction.DEVICE_TO_HOST)
         self._homes: dict[LayerState, _LayerHome] = {}
         self._segments: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
@@ -98,7 +108,7 @@ class GradientFlow:
         assert home is not None
         offset = layer.layout.slots[index].gradient
         span = Span(layer.gradient_span.ptr + offset, layer.layout.slots[index].spec.nbytes)
-        slot = GradientSlot(name, len(self.slots), parameter, layer, index, home, span)
+        slot = GradientSlot(name, parameter, layer, index, home, span)
         self.slots.append(slot)
         self._homes.setdefault(layer, _LayerHome(layer.gradient_span)).slots.append(slot)
 
@@ -138,7 +148,7 @@ class GradientFlow:
         self._settle(slot.layer)
         if partial is not None:
             self._add(slot, gradient, partial, stream)
-        torch.linalg.vector_norm(gradient, dtype=torch.float64, out=self._norms[slot.position])
+        slot.norm = _norm(gradient)
         self._send(slot, home, gradient, stream)
         parameter.grad = slot.home
         slot.version = slot.home._version
@@ -237,7 +247,7 @@ class GradientFlow:
                 if gradient is not slot.home:
                     self._refuse_odd(slot, gradient)
                     self._take_over(slot, gradient)
-                torch.linalg.vector_norm(slot.home, dtype=torch.float64, out=self._norms[slot.position])
+                slot.norm = _norm(slot.home)
             slot.version = slot.home._version
         return present
 
@@ -268,6 +278,11 @@ class GradientFlow:
                 f"{slot.name}: its gradient requires a gradient itself; backward(create_graph=True) is not "
                 "supported by an offloaded model"
             )
+
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    """The fp64 2-norm, without a copy of the gradient in fp64."""
+    return torch._foreach_norm([gradient], 2, dtype=torch.float64)[0]
 
 
 def _in_memory_order(gradient: torch.Tensor, slot: GradientSlot) -> torch.Tensor:

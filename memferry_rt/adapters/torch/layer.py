@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -157,6 +158,16 @@ class LayerState:
         """Drop the views of a device pool that is going away."""
         self._places.clear()
         self.current = None
+
+    def touch(self, indices: Iterable[int]) -> None:
+        """The weights are about to change: a backward that still needs the present ones must fail.
+
+        Autograd sees it by the parameters' versions where it saved them itself.
+        """
+        self.version += 1
+        for index in indices:
+            torch.autograd.graph.increment_version(self.parameters[index])
+            self.parameter_versions[index] = self.parameters[index]._version
 
     def held(self) -> bool:
         """Whether somebody outside has a tensor over the layer's present device memory."""

@@ -17,7 +17,7 @@ from ...layout import LayerLayout
 from ...options import OffloadOptions
 from .budget import Budget, plan_budget
 from .convert import Materialiser, ParameterInit, plan_layouts
-from .cut import Cut, cut_layers, owned_parameters
+from .cut import Cut, cut_layers, find_owners
 from .optimizer import check_optimizer
 from .runtime import Runtime
 from .tensors import DTYPES
@@ -210,8 +210,11 @@ def _used_together(model: nn.Module, cuts: Sequence[Cut]) -> set[tuple[int, ...]
     layer_of = {parameter: index for index, cut in enumerate(cuts) for _, parameter in cut.parameters}
     found: set[tuple[int, ...]] = set()
 
+    owners = {id(owner.module): owner for owner in find_owners(model) if not owner.in_place}
+
     def visit(module: nn.Module, outer: frozenset[int]) -> None:
-        inner = outer | {layer_of[parameter] for parameter in owned_parameters(module)}
+        owner = owners.get(id(module))
+        inner = outer | {layer_of[parameter] for parameter in owner.parameters} if owner else outer
         if inner:
             found.add(tuple(sorted(inner)))
         for child in module.children():

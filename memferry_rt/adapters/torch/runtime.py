@@ -28,11 +28,11 @@ from ...options import OffloadOptions
 from ...staging import StagingRing
 from ...trace import AccessTrace
 from ...updates import UpdateQueue
-from .adamw import CHUNK, AdamSettings, LayerUpdate
+from .adamw import AdamSettings, LayerUpdate, single_threaded
 from .budget import Budget
 from .convert import Materialiser, move_in
-from .cut import Cut, owned_parameters
-from .forward import ForwardScopes, owners_of
+from .cut import Cut, find_owners
+from .forward import ForwardScopes, scope_of
 from .gradients import GradientFlow, GradientSlot
 from .guards import ModelGuards
 from .layer import DeviceViews, Geometry, LayerState, ViewKey
@@ -121,7 +121,9 @@ class Runtime:
         for layer, partition in zip(self.layers, self.weights, strict=True):
             partition.name = layer.name
         self.trace = AccessTrace(len(self.layers))
-        self.updates = UpdateQueue(driver)
+        threads = torch.get_num_threads()
+        self.updates = UpdateQueue(start=single_threaded)
+        torch.set_num_threads(threads)
         self.cache = LayerCache(
             self.weights, self.trace, ready=self.updates.poll, held=lambda layer: self.layers[layer].held()
         )
@@ -129,27 +131,29 @@ class Runtime:
     def _build_training(self, model: nn.Module, optimizer: Optimizer) -> None:
         names = {parameter: name for name, parameter in model.named_parameters()}
         trainable = [parameter for parameter in names if parameter.requires_grad]
-        self._norms = torch.zeros(len(trainable), dtype=torch.float64, device=self.factory.torch_device)
         self.gradients = GradientFlow(
             self.driver,
             self.engine,
             stream=self.stream,
             settle=self._settle_layer,
             ring_tensor=self.factory.device,
-            norms=self._norms,
         )
         for parameter in trainable:
             self.gradients.attach(names[parameter], parameter, *self._home[parameter])
         self._new_ring()
         self.saved = SavedWeights(self._bring_back)
         self.scopes = ForwardScopes(
-            load=self._load, unpin=self._unpin, changed=self._adopt_weight, saved=self.saved
+            load=self._load,
+            unpin=self._unpin,
+            settle=self._settle_layer,
+            changed=self._adopt_weight,
+            saved=self.saved,
         )
         self.guards = ModelGuards(self.synchronize, self._loaded)
         self.scopes.attach_root(model)
-        owned = [(module, owned_parameters(module)) for module in model.modules()]
-        for module, owner in owners_of([pair for pair in owned if pair[1]], self._home):
-            self.scopes.attach(module, owner)
+        for owner in find_owners(model):
+            attach = self.scopes.attach_in_place if owner.in_place else self.scopes.attach
+            attach(owner.module, scope_of(owner.parameters, self._home))
         for module in model.modules():
             self.guards.attach(module)
         self.guards.attach_root(model)
@@ -158,7 +162,6 @@ class Runtime:
 
     def _build_updates(self) -> None:
         group_of = self.patch.group_of()
-        scratch = torch.empty(CHUNK, dtype=torch.float32, device="cpu")
         self._updates: dict[LayerState, LayerUpdate] = {}
         for layer in self.layers:
             groups = {
@@ -167,7 +170,7 @@ class Runtime:
                 if layer.layout.slots[index].spec.updated
             }
             if groups:
-                self._updates[layer] = LayerUpdate(layer, groups, scratch)
+                self._updates[layer] = LayerUpdate(layer, groups)
 
     def _new_ring(self) -> None:
         self.ring = StagingRing(self.space.pool, self.budget.ring, self.stream()) if self.budget.ring else None
@@ -232,10 +235,10 @@ class Runtime:
 
     def _scale(self, present: list[GradientSlot]) -> float | None:
         """The factor that clips the gradients to the norm allowed; None if the step must be skipped."""
-        norms = self._norms.tolist()
+        norms = [slot.norm for slot in present if slot.norm is not None]
         total = 0.0
-        for slot in present:
-            total += norms[slot.position] * norms[slot.position]
+        for norm in torch.stack(norms).tolist() if norms else ():
+            total += norm * norm
         self.grad_norm = math.sqrt(total) if total >= 0 else math.nan
         if not math.isfinite(self.grad_norm):
             return None
@@ -254,6 +257,7 @@ class Runtime:
         self._release_weights(updated)
         for layer in updated:
             steps = {index: self.patch.count(layer.parameters[index]) for index in indices[layer]}
+            layer.touch(indices[layer])
             self._submit_layer(layer, indices[layer], settings, steps, scale)
 
     def _submit_layer(
@@ -264,19 +268,19 @@ class Runtime:
         steps: dict[int, torch.Tensor],
         scale: float,
     ) -> None:
-        partition, update, driver = self.weights[layer.index], self._updates[layer], self.driver
-        reads = [layer.gradient_span]
-        writes = [layer.state_span] if layer.state_span.nbytes else []
+        weights = self.weights[layer.index].acquire(Place.HOST, Mode.READ_WRITE)
+        state = self.driver.host_access(
+            reads=[layer.gradient_span],
+            writes=[layer.state_span] if layer.state_span.nbytes else [],
+            label=f"update of {layer.name}",
+        )
 
-        def run() -> None:
-            with (
-                partition.acquire(Place.HOST, Mode.READ_WRITE),
-                driver.host_access(reads=reads, writes=writes, label=f"update of {layer.name}"),
-            ):
-                update.run(indices, settings, steps, scale)
+        def end() -> None:
+            state.end()
+            weights.release()
 
-        layer.version += 1
-        self.updates.submit(layer.index, run)
+        pieces = self._updates[layer].pieces(indices, settings, steps, scale)
+        self.updates.submit(layer.index, pieces, end)
 
     def _release_weights(self, layers: list[LayerState]) -> None:
         """Give up the device copies of layers whose weights are about to change."""

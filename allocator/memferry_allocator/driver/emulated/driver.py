@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ...errors import DriverError, InvalidRequestError
-from ..api import Bracket, DeviceInfo, Driver, Event, MemoryInfo, Span, Stream
+from ...errors import DriverError
+from ..api import Bracket, DeviceInfo, Driver, Event, MemoryInfo, Span, Stream, next_sequence
 from .clock import Link, VirtualClock
 from .memory import MAPPED_OFFSET, Kind, Memory, Place
 from .options import EmulatedOptions
@@ -209,6 +209,7 @@ class EmulatedDriver(Driver):
                 )
             recorded.work = self._enqueue(state, None, ())
             recorded.clock = dict(state.clock)
+            event.sequence = next_sequence()
 
     def event_query(self, event: Event) -> bool:
         with self._lock:
@@ -314,10 +315,9 @@ class EmulatedDriver(Driver):
 
             def finish() -> None:
                 with self._lock:
-                    if threads.actor != actor:
-                        raise InvalidRequestError("a host access ends in the thread that began it")
                     clock[actor] = clock.get(actor, 0) + 1
                     self._close(opened, actor, clock)
+                    join(threads.clock, clock)  # if another thread ends it, it has been handed the bytes
 
             return _EmulatedBracket(finish)
 
