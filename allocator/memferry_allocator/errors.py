@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class MemFerryError(Exception):
-    """Root of every error that the MemFerry packages raise on purpose."""
+    """Root of every error that the MemFerry packages raise on purpose.  All of them can be pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(kind: type[MemFerryError], args: tuple[Any, ...], fields: dict[str, Any]) -> MemFerryError:
+    error = Exception.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
 
 
 class AllocatorError(MemFerryError):

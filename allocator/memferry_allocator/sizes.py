@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import operator
 import re
+from fractions import Fraction
 
 from .errors import InvalidRequestError
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_PATTERN = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(text: str | int, *, name: str = "size") -> int:
     """Bytes meant by ``text``: an integer, or a number with B, KiB, MiB, GiB or TiB.
 
-    Decimal units (``"24GB"``) are refused: tools disagree by 7% on what they mean.
+    Decimal units (``"24GB"``) are refused: tools disagree by 7% on what they mean.  What ``"0.7GiB"`` has
+    beyond whole bytes is left out.
 
     Raises
     ------
     InvalidRequestError
-        Not a size, negative, zero, or not a whole number of bytes.
+        Not a size, negative, or less than one byte.
     """
+    if isinstance(text, bool):
+        raise InvalidRequestError(f"{name}: {text!r} is not a size; write 1073741824 or '1GiB'")
     if isinstance(text, str):
         nbytes = _parse_text(text, name)
     else:
@@ -41,7 +45,7 @@ def _parse_text(text: str, name: str) -> int:
     number, unit = match.groups()
     decimal = {key.lower(): value for key, value in _DECIMAL.items()}.get(unit.lower())
     if decimal is not None and unit not in _UNITS:
-        exact = int(float(number) * decimal)
+        exact = int(Fraction(number) * decimal)
         binary = f"{number}{unit[0].upper()}iB"
         raise InvalidRequestError(
             f"{name}: {text!r} is ambiguous; write {binary!r} (binary, {format_size(_scaled(number, unit))}) "
@@ -50,15 +54,15 @@ def _parse_text(text: str, name: str) -> int:
     units = {key.lower(): value for key, value in _UNITS.items()}
     if unit.lower() not in units:
         raise InvalidRequestError(f"{name}: unknown unit in {text!r}; units are B, KiB, MiB, GiB, TiB")
-    return int(float(number) * units[unit.lower()]) if "." in number else int(number) * units[unit.lower()]
+    return int(Fraction(number) * units[unit.lower()])
 
 
 def _scaled(number: str, unit: str) -> int:
-    return int(float(number) * _UNITS[f"{unit[0].upper()}iB"])
+    return int(Fraction(number) * _UNITS[f"{unit[0].upper()}iB"])
 
 
 def format_size(nbytes: int) -> str:
-    """``nbytes`` in the largest binary unit that leaves at least 1, e.g. ``"5.50 GiB"``."""
+    """``nbytes`` in the largest binary unit up to GiB that leaves at least 1, e.g. ``"5.50 GiB"``."""
     value = float(abs(nbytes))
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import memferry_rt
-from memferry_allocator import EmulatedOptions
+from memferry_allocator import EmulatedOptions, MemFerryError
 
 Between = Callable[[nn.Module, int], None]
 
@@ -127,11 +128,13 @@ def offloaded(job: Job, *, share: float = 1 / 3, seed: int = 0, **options: Any) 
         report = runtime.report()
         assert report.device_peak <= report.device_memory
         parameters = {name: value.clone() for name, value in runtime.master_parameters().items()}
-        return Result(result.losses, result.norms, parameters)
-    finally:
-        runtime.close()
-        registered = runtime.driver.registered
-        assert registered == 0, f"{registered} bytes stayed registered"
+    except BaseException:
+        with contextlib.suppress(MemFerryError):  # the first error is the one to see
+            runtime.close()
+        raise
+    runtime.close()
+    assert runtime.driver.registered == 0
+    return Result(result.losses, result.norms, parameters)
 
 
 def assert_same(one: Result, other: Result) -> None:

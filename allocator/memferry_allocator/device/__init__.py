@@ -1,5 +1,5 @@
 """Device memory by budget."""
 
-from .pool import DevicePool
+from .pool import ALIGNMENT, DevicePool
 
-__all__ = ["DevicePool"]
+__all__ = ["ALIGNMENT", "DevicePool"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..driver import Driver, Event, Stream, require_stream
 from ..errors import AllocatorError, ClosedError, InvalidRequestError, OutOfMemory
@@ -16,13 +18,36 @@ from ..sizes import align_up, format_size
 ALIGNMENT = 256
 
 
+class _Use(NamedTuple):
+    """Until when a stream may still be using a part of a free range."""
+
+    start: int
+    end: int
+    stream: Stream
+    event: Event
+
+
 @dataclass(eq=False)
 class _Block:
-    """A free range, and until when each stream may still be using it."""
+    """A free range.  Its uses stay exact when ranges merge and split, so nobody waits for a neighbour's."""
 
     start: int
     nbytes: int
-    pending: dict[Stream, Event] = field(default_factory=dict)
+    uses: list[_Use] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.nbytes
+
+    def last_events(self, end: int) -> dict[Stream, Event]:
+        """The last event of every stream that may still be using something before `end`."""
+        last: dict[Stream, Event] = {}
+        for use in self.uses:
+            if use.start < end:
+                known = last.get(use.stream)
+                if known is None or known.sequence < use.event.sequence:
+                    last[use.stream] = use.event
+        return last
 
 
 class DevicePool:
@@ -54,7 +79,9 @@ class DevicePool:
         self._used = 0
         self._peak = 0
         self._closed = False
-        self._finalizer = weakref.finalize(self, _free_quietly, driver, device, self._base)
+        self._finalizer = weakref.finalize(
+            self, driver.finalise, functools.partial(_free_quietly, driver, device, self._base)
+        )
         self._finalizer.atexit = False
 
     @property
@@ -95,9 +122,8 @@ class DevicePool:
             )
             if block is None:
                 raise self._out_of_memory(size)
-            for other, event in block.pending.items():
-                if other is not stream:
-                    stream.wait(event)
+            for event in block.last_events(block.start + size).values():
+                stream.wait(event)
             self._take(block, size)
             self._live[block.start] = size
             self._used += size
@@ -113,7 +139,8 @@ class DevicePool:
         ----------
         uses : mapping of Stream to Event, optional
             Where the last uses were recorded already (perhaps on several streams, perhaps some time ago):
-            these events count instead of all that `stream` holds by now.
+            these events count instead of all that `stream` holds by now.  An empty one says that the host
+            has waited for every use.
 
         Raises
         ------
@@ -128,10 +155,10 @@ class DevicePool:
                     f"device pool: {ptr:#x} with {nbytes} bytes is not a live allocation here; it was freed "
                     "twice, or pointer and size do not belong together"
                 )
-            pending = {stream: stream.record()} if uses is None else dict(uses)
+            last = {stream: stream.record()} if uses is None else uses
             del self._live[ptr]
             self._used -= size
-            self._give(_Block(ptr, size, pending))
+            self._give(_Block(ptr, size, [_Use(ptr, ptr + size, *use) for use in last.items()]))
 
     def close(self) -> None:
         """Free the slab.  All allocations must be back and their work done; a second call does nothing."""
@@ -141,11 +168,11 @@ class DevicePool:
             if self._live:
                 raise InvalidRequestError(f"device pool: {len(self._live)} allocations are still live")
             for block in self._free:
-                for event in block.pending.values():
+                for event in block.last_events(block.end).values():
                     event.synchronize()
+            self.driver.free(self.device, self._base)
             self._finalizer.detach()
             self._closed = True
-            self.driver.free(self.device, self._base)
 
     def _largest(self) -> int:
         return max((block.nbytes for block in self._free), default=0)
@@ -155,8 +182,9 @@ class DevicePool:
         if block.nbytes == size:
             del self._free[index]
         else:
-            rest = _Block(block.start + size, block.nbytes - size, dict(block.pending))
-            self._free[index] = rest
+            start = block.start + size
+            uses = [use._replace(start=max(use.start, start)) for use in block.uses if use.end > start]
+            self._free[index] = _Block(start, block.nbytes - size, uses)
 
     def _give(self, block: _Block) -> None:
         index = bisect.bisect_left(self._free, block.start, key=lambda other: other.start)
@@ -185,15 +213,8 @@ def _free_quietly(driver: Driver, device: int, base: int) -> None:
 
 
 def _touches(one: _Block, other: _Block) -> bool:
-    return one.start + one.nbytes == other.start or other.start + other.nbytes == one.start
+    return one.end == other.start or other.end == one.start
 
 
 def _merge(one: _Block, other: _Block) -> _Block:
-    """The union; where both wait for a stream, its later event covers the earlier."""
-    first, second = sorted((one, other), key=lambda block: block.start)
-    pending = dict(one.pending)
-    for stream, event in other.pending.items():
-        known = pending.get(stream)
-        if known is None or known.sequence < event.sequence:
-            pending[stream] = event
-    return _Block(first.start, first.nbytes + second.nbytes, pending)
+    return _Block(min(one.start, other.start), one.nbytes + other.nbytes, one.uses + other.uses)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ..errors import DriverError, DriverNotFoundError, InvalidRequestError
 from .api import Bracket, DeviceInfo, Driver, Event, MemoryInfo, Span, Stream, require_stream
 from .emulated import EmulatedDriver, EmulatedOptions, LinkModel
@@ -21,6 +23,8 @@ __all__ = [
     "open_driver",
     "require_stream",
 ]
+
+_DEVICE = re.compile(r"auto|(?:cuda|emulated)(?::[0-9]{1,9})?")
 
 
 def open_driver(kind: str = "auto", *, emulated: EmulatedOptions | None = None) -> Driver:
@@ -55,14 +59,25 @@ def open_driver(kind: str = "auto", *, emulated: EmulatedOptions | None = None) 
 
 
 def open_device(text: str, *, emulated: EmulatedOptions | None = None) -> tuple[Driver, int]:
-    """The driver and ordinal meant by ``"auto"``, ``"cuda"``, ``"cuda:1"``, ``"emulated"`` or ``"emulated:1"``."""
+    """The driver and ordinal meant by ``"auto"``, ``"cuda"``, ``"cuda:1"``, ``"emulated"`` or ``"emulated:1"``.
+
+    The device's context is retained: host memory registered from now on is registered under it.
+
+    Raises
+    ------
+    InvalidRequestError
+        `text` does not name a device.
+    DriverError
+        There is no such device, or none at all, or its driver is broken.
+    """
+    if not _DEVICE.fullmatch(text):
+        raise InvalidRequestError(f"device: {text!r} is not 'auto', 'cuda', 'cuda:0', 'emulated' or 'emulated:0'")
     kind, _, number = text.partition(":")
-    if number and (not number.isdecimal() or kind == "auto"):
-        raise InvalidRequestError(f"device: {text!r} is not 'auto', 'cuda:0' or 'emulated:0'")
     ordinal = int(number or 0)
     driver = open_driver(kind, emulated=emulated)
     if ordinal >= driver.device_count:
         raise DriverError(
             "CUDA_ERROR_INVALID_DEVICE", f"device {text!r}", f"this machine has {driver.device_count}"
         )
+    driver.memory_info(ordinal)
     return driver, ordinal

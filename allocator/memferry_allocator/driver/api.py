@@ -7,8 +7,9 @@ All calls are thread-safe.  Nothing here assumes which device is current, and no
 from __future__ import annotations
 
 import itertools
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -45,7 +46,7 @@ class MemoryInfo(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Work that runs in order on one device.
+    """Work that runs in order on one device; ``int(stream.handle)`` is the driver's own name for it.
 
     A stream made by `Driver.create_stream` belongs to its creator, who closes it; one taken over with
     `Driver.stream_from_handle` (a framework's own stream) is borrowed and closing it does nothing.
@@ -55,10 +56,22 @@ class Stream:
     device: int
     handle: Any
     owned: bool
+    recording: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+
+    _aware: dict[Stream, int] = field(default_factory=dict, init=False, repr=False)
 
     def wait(self, event: Event) -> None:
-        """Order everything enqueued here from now on after what `event` has recorded."""
+        """Order everything enqueued here from now on after what `event` has recorded.
+
+        What is ordered already costs nothing: an event of this very stream, or one of a stream for whose
+        later event this one has waited before.
+        """
+        origin, number = event.stream, event.sequence
+        if origin is self or (origin is not None and self._aware.get(origin, 0) >= number):
+            return
         self.driver.stream_wait(self, event)
+        if origin is not None:
+            self._aware[origin] = number
 
     def record(self, event: Event | None = None) -> Event:
         """Record what has been enqueued so far, in `event` or a new one, and return it."""
@@ -85,15 +98,20 @@ class Stream:
 class Event:
     """A point in a stream's order.  Its driver handle goes back to the driver when this object dies.
 
-    `sequence` grows with every recording in this process: of two events of one stream, the one with the
-    larger number covers the other.
+    `stream` is where it was recorded last, and `sequence` grows with every recording in this process: of two
+    events of one stream, the one with the larger number covers the other.
     """
 
     driver: Driver
     device: int
     handle: Any
     timing: bool
+    stream: Stream | None = None
     sequence: int = 0
+
+    def recorded_on(self, stream: Stream) -> None:
+        """Note a recording; for drivers."""
+        self.stream, self.sequence = stream, next(_sequence)
 
     def query(self) -> bool:
         """Whether the recorded work is done; an event never recorded is done."""
@@ -122,16 +140,11 @@ class Bracket:
         self.end()
 
     def end(self) -> None:
-        """Close the bracket; a second call does nothing."""
+        """Close the bracket, from any thread that was handed the bytes; a second call does nothing."""
 
 
 NO_BRACKET = Bracket()
 _sequence = itertools.count(1)
-
-
-def next_sequence() -> int:
-    """The number of a recording; for drivers."""
-    return next(_sequence)
 
 
 class Driver(ABC):
@@ -160,19 +173,46 @@ class Driver(ABC):
     # -- memory -------------------------------------------------------------------------------------
     @abstractmethod
     def malloc(self, device: int, nbytes: int) -> int:
-        """Device memory, 256-byte aligned, contents undefined.  `DriverOutOfMemory` when there is none."""
+        """Device memory, 256-byte aligned, contents undefined.
+
+        Raises
+        ------
+        DriverOutOfMemory
+            The device has less than `nbytes`.
+        DriverError
+            `nbytes` is not more than zero.
+        """
 
     @abstractmethod
     def free(self, device: int, ptr: int) -> None:
-        """Give back what `malloc` returned.  Pending work on it must have been waited for; 0 is ignored."""
+        """Give back what `malloc` returned.  Pending work on it must have been waited for; 0 is ignored.
+
+        Raises
+        ------
+        DriverError
+            `ptr` is not the start of a live allocation: freed twice, interior, or of somebody else.
+        """
 
     @abstractmethod
     def host_register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
-        """Pin host pages and map them into every device's address space."""
+        """Pin host pages and map them into every device's address space.
+
+        Parameters
+        ----------
+        address, nbytes : int
+            Any range of mapped memory; it need not begin or end at a page.
+        read_only : bool
+            Devices only read it; needed where the mapping itself is read-only.
+
+        Raises
+        ------
+        DriverError
+            The range is empty, not mapped, or overlaps one that is registered; nothing was changed.
+        """
 
     @abstractmethod
     def host_unregister(self, address: int) -> None:
-        """Undo `host_register`; `address` is the start given there."""
+        """Undo `host_register`; `address` is the start given there.  Pending work must have been waited for."""
 
     @abstractmethod
     def host_device_pointer(self, address: int, device: int) -> int:
@@ -180,7 +220,11 @@ class Driver(ABC):
 
     @abstractmethod
     def host_bytes(self, ptr: int, nbytes: int) -> memoryview | None:
-        """The bytes behind a device pointer, if the host can touch them; None on real device memory."""
+        """The bytes behind a device pointer or registered host address; None where the host cannot reach them.
+
+        Emulated device memory is host memory, so that kernels can be stood in for; bracket such accesses with
+        `launch`.
+        """
 
     # -- order --------------------------------------------------------------------------------------
     @abstractmethod
@@ -192,32 +236,52 @@ class Driver(ABC):
         """Borrow a stream somebody else owns, by its native handle."""
 
     @abstractmethod
-    def destroy_stream(self, stream: Stream) -> None: ...
+    def destroy_stream(self, stream: Stream) -> None:
+        """See `Stream.close`.  A borrowed stream is left alone."""
 
     @abstractmethod
-    def stream_wait(self, stream: Stream, event: Event) -> None: ...
+    def stream_wait(self, stream: Stream, event: Event) -> None:
+        """See `Stream.wait`.  The event may be of another device; one never recorded orders nothing."""
 
     @abstractmethod
-    def stream_synchronize(self, stream: Stream) -> None: ...
+    def stream_synchronize(self, stream: Stream) -> None:
+        """See `Stream.synchronize`."""
 
     @abstractmethod
-    def stream_query(self, stream: Stream) -> bool: ...
+    def stream_query(self, stream: Stream) -> bool:
+        """See `Stream.query`."""
 
     @abstractmethod
     def create_event(self, device: int, *, timing: bool = False) -> Event:
         """An event on `device`; it may be recorded again and again, on streams of that device."""
 
     @abstractmethod
-    def event_record(self, event: Event, stream: Stream) -> None: ...
+    def event_record(self, event: Event, stream: Stream) -> None:
+        """See `Stream.record`.  Waits already enqueued for an earlier recording keep waiting for that one.
+
+        Raises
+        ------
+        DriverError
+            Event and stream are of different devices, or the stream is closed.
+        """
 
     @abstractmethod
-    def event_query(self, event: Event) -> bool: ...
+    def event_query(self, event: Event) -> bool:
+        """See `Event.query`."""
 
     @abstractmethod
-    def event_synchronize(self, event: Event) -> None: ...
+    def event_synchronize(self, event: Event) -> None:
+        """See `Event.synchronize`."""
 
     @abstractmethod
-    def event_elapsed(self, start: Event, end: Event) -> float: ...
+    def event_elapsed(self, start: Event, end: Event) -> float:
+        """See `Event.elapsed_since`.
+
+        Raises
+        ------
+        DriverError
+            An event was made without ``timing=True``, was never recorded, or is not done.
+        """
 
     # -- copies -------------------------------------------------------------------------------------
     @abstractmethod
@@ -226,11 +290,16 @@ class Driver(ABC):
 
         `dst` and `src` are device pointers or host addresses.  With pageable host memory the call may
         return only when the copy is done.  Zero bytes do nothing.
+
+        Raises
+        ------
+        DriverError
+            A range leaves its allocation, crosses the edge of a registration, or is unknown.
         """
 
     @abstractmethod
     def fill(self, ptr: int, value: int, nbytes: int, *, stream: Stream) -> None:
-        """Enqueue setting `nbytes` bytes of device memory to `value` (0 … 255)."""
+        """Enqueue setting `nbytes` bytes behind a device pointer to `value` (0 … 255).  Zero bytes do nothing."""
 
     # -- peers --------------------------------------------------------------------------------------
     @abstractmethod
@@ -238,10 +307,12 @@ class Driver(ABC):
         """Whether kernels of `device` could address memory of `peer`."""
 
     @abstractmethod
-    def enable_peer_access(self, device: int, peer: int) -> None: ...
+    def enable_peer_access(self, device: int, peer: int) -> None:
+        """Let kernels of `device` address memory of `peer`; refused where they can already."""
 
     @abstractmethod
-    def disable_peer_access(self, device: int, peer: int) -> None: ...
+    def disable_peer_access(self, device: int, peer: int) -> None:
+        """Undo `enable_peer_access`; refused where it was never enabled."""
 
     # -- work the driver does not see -----------------------------------------------------------------
     def launch(
@@ -263,9 +334,20 @@ class Driver(ABC):
         return
 
     # -- end ----------------------------------------------------------------------------------------
+    def finalise(self, action: Callable[[], None]) -> None:
+        """Run a finaliser's `action`, which may call this driver.
+
+        A garbage collection can happen anywhere, also in the middle of a driver call of the same thread; a
+        driver that cannot be re-entered there puts the action off until that call is over.
+        """
+        action()
+
     @abstractmethod
     def close(self) -> None:
-        """Release contexts and pooled handles; a second call does nothing."""
+        """Release contexts and pooled handles; a second call does nothing.
+
+        Every other call is refused from then on, but for closing streams, which does nothing.
+        """
 
 
 def require_stream(stream: object, device: int | None = None) -> Stream:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 from cuda.bindings import driver as cu
 
 from ..errors import DriverError, DriverNotFoundError, DriverOutOfMemory
-from .api import DeviceInfo, Driver, Event, MemoryInfo, Stream, next_sequence
+from .api import DeviceInfo, Driver, Event, MemoryInfo, Stream, require_stream
 
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
 _NOT_READY = cu.CUresult.CUDA_ERROR_NOT_READY
@@ -87,7 +88,7 @@ class CudaDriver(Driver):
     def __init__(self) -> None:
         self._count = _initialise()
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._contexts: dict[int, Any] = {}
         self._context_ids: dict[int, int] = {}
         self._events: dict[tuple[int, bool], list[Any]] = {}
@@ -100,37 +101,38 @@ class CudaDriver(Driver):
         return self._count
 
     def device_info(self, device: int) -> DeviceInfo:
+        self._known(device)
         info = self._infos.get(device)
         if info is None:
             info = self._infos[device] = self._read_info(device)
         return info
 
-    def _read_info(self, device: int) -> DeviceInfo:
-        with self._on(device):
-            handle = _check("device", cu.cuDeviceGet(device))
-            attributes = cu.CUdevice_attribute
+    @staticmethod
+    def _read_info(device: int) -> DeviceInfo:
+        """Read without a context: looking at a device must not take memory on it."""
+        handle = _check("device", cu.cuDeviceGet(device))
 
-            def attribute(key: str) -> int:
-                code = getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{key}")
-                return int(_check(key, cu.cuDeviceGetAttribute(code, handle)))
+        def attribute(key: str) -> int:
+            code = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{key}")
+            return int(_check(key, cu.cuDeviceGetAttribute(code, handle)))
 
-            name = _check("device name", cu.cuDeviceGetName(128, handle))
-            uuid = _check("device uuid", cu.cuDeviceGetUuid(handle))
-            numa = attribute("HOST_NUMA_ID")
-            pci = ":".join(f"{attribute(key):0{width}x}" for key, width in _PCI)
-            return DeviceInfo(
-                ordinal=device,
-                name=name.split(b"\0", 1)[0].decode(),
-                uuid=f"GPU-{bytes(uuid.bytes).hex()}",
-                capacity=int(_check("total memory", cu.cuDeviceTotalMem(handle))),
-                pci_address=f"{pci}.0",
-                numa_node=numa if numa >= 0 else None,
-                compute_capability=(
-                    attribute("COMPUTE_CAPABILITY_MAJOR"),
-                    attribute("COMPUTE_CAPABILITY_MINOR"),
-                ),
-                capabilities={key: attribute(key) for key in _CAPABILITIES},
-            )
+        name = _check("device name", cu.cuDeviceGetName(128, handle))
+        identity = _check("device uuid", cu.cuDeviceGetUuid(handle))
+        numa = attribute("HOST_NUMA_ID")
+        pci = ":".join(f"{attribute(key):0{width}x}" for key, width in _PCI)
+        return DeviceInfo(
+            ordinal=device,
+            name=name.split(b"\0", 1)[0].decode(),
+            uuid=f"GPU-{uuid.UUID(bytes=bytes(identity.bytes))}",
+            capacity=int(_check("total memory", cu.cuDeviceTotalMem(handle))),
+            pci_address=f"{pci}.0",
+            numa_node=numa if numa >= 0 else None,
+            compute_capability=(
+                attribute("COMPUTE_CAPABILITY_MAJOR"),
+                attribute("COMPUTE_CAPABILITY_MINOR"),
+            ),
+            capabilities={key: attribute(key) for key in _CAPABILITIES},
+        )
 
     def memory_info(self, device: int) -> MemoryInfo:
         with self._on(device):
@@ -143,9 +145,10 @@ class CudaDriver(Driver):
 
     # -- memory -------------------------------------------------------------------------------------
     def malloc(self, device: int, nbytes: int) -> int:
+        _require_size("malloc", nbytes)
         with self._on(device):
-            result = cu.cuMemAlloc(nbytes)
-            if result[0] == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            result = cu.cuMemAlloc(nbytes) if nbytes <= _LARGEST else _NO_MEMORY
+            if result[0] == _NO_MEMORY[0]:
                 free, total = self.memory_info(device)
                 raise DriverOutOfMemory(
                     result[0].name,
@@ -162,8 +165,9 @@ class CudaDriver(Driver):
             _check("free", cu.cuMemFree(ptr), f"ptr={ptr:#x}")
 
     def host_register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
+        _require_size("host_register", min(address, nbytes))
         flags = _PORTABLE_MAPPED | (_READ_ONLY if read_only else 0)
-        with self._on(0):
+        with self._on_any():
             _check(
                 "host_register",
                 cu.cuMemHostRegister(address, nbytes, flags),
@@ -171,7 +175,7 @@ class CudaDriver(Driver):
             )
 
     def host_unregister(self, address: int) -> None:
-        with self._on(0):
+        with self._on_any():
             _check("host_unregister", cu.cuMemHostUnregister(address), f"{address:#x}")
 
     def host_device_pointer(self, address: int, device: int) -> int:
@@ -194,26 +198,31 @@ class CudaDriver(Driver):
 
     def destroy_stream(self, stream: Stream) -> None:
         with self._lock:
-            if int(stream.handle) == 0 or self._closed:
+            if not stream.owned or stream.handle is _CLOSED or self._closed:
                 return
-            with self._on(stream.device):
-                _check("synchronize", cu.cuStreamSynchronize(stream.handle))
-                _check("destroy_stream", cu.cuStreamDestroy(stream.handle))
-            object.__setattr__(stream, "handle", _NO_STREAM)
+            handle = self._stream(stream)
+            object.__setattr__(stream, "handle", _CLOSED)
+        with self._on(stream.device):
+            _check("synchronize", cu.cuStreamSynchronize(handle))
+            _check("destroy_stream", cu.cuStreamDestroy(handle))
 
     def stream_wait(self, stream: Stream, event: Event) -> None:
+        handle, other = self._stream(stream), self._event(event)
         with self._on(stream.device):
-            _check("stream_wait", cu.cuStreamWaitEvent(_live(stream), event.handle, 0))
+            _check("stream_wait", cu.cuStreamWaitEvent(handle, other, 0))
 
     def stream_synchronize(self, stream: Stream) -> None:
+        handle = self._stream(stream)
         with self._on(stream.device):
-            _check("stream_synchronize", cu.cuStreamSynchronize(_live(stream)))
+            _check("stream_synchronize", cu.cuStreamSynchronize(handle))
 
     def stream_query(self, stream: Stream) -> bool:
+        handle = self._stream(stream)
         with self._on(stream.device):
-            return _is_done("stream_query", cu.cuStreamQuery(_live(stream)))
+            return _is_done("stream_query", cu.cuStreamQuery(handle))
 
     def create_event(self, device: int, *, timing: bool = False) -> Event:
+        self._known(device)
         spare = self._events.setdefault((device, timing), [])
         try:
             handle = spare.pop()
@@ -226,40 +235,52 @@ class CudaDriver(Driver):
         return event
 
     def event_record(self, event: Event, stream: Stream) -> None:
-        with self._on(stream.device):
-            _check("event_record", cu.cuEventRecord(event.handle, _live(stream)))
-        event.sequence = next_sequence()
+        handle, other = self._stream(stream), self._event(event)
+        # One recording at a time on a stream, so that the sequence is the stream's own order.
+        with stream.recording, self._on(stream.device):
+            _check("event_record", cu.cuEventRecord(other, handle))
+            event.recorded_on(stream)
 
     def event_query(self, event: Event) -> bool:
+        handle = self._event(event)
         with self._on(event.device):
-            return _is_done("event_query", cu.cuEventQuery(event.handle))
+            return _is_done("event_query", cu.cuEventQuery(handle))
 
     def event_synchronize(self, event: Event) -> None:
+        handle = self._event(event)
         with self._on(event.device):
-            _check("event_synchronize", cu.cuEventSynchronize(event.handle))
+            _check("event_synchronize", cu.cuEventSynchronize(handle))
 
     def event_elapsed(self, start: Event, end: Event) -> float:
+        first, last = self._event(start), self._event(end)
         with self._on(end.device):
-            return float(_check("event_elapsed", cu.cuEventElapsedTime(start.handle, end.handle))) / 1e3
+            return float(_check("event_elapsed", cu.cuEventElapsedTime(first, last))) / 1e3
 
     # -- copies -------------------------------------------------------------------------------------
     def copy(self, dst: int, src: int, nbytes: int, *, stream: Stream) -> None:
         if nbytes == 0:
             return
+        _require_size("copy", nbytes)
+        handle = self._stream(stream)
         with self._on(stream.device):
-            result = cu.cuMemcpyAsync(dst, src, nbytes, _live(stream))
+            result = cu.cuMemcpyAsync(dst, src, nbytes, handle)
             if result[0] != _SUCCESS:
                 _check("copy", result, f"{nbytes} bytes from {src:#x} to {dst:#x}")
 
     def fill(self, ptr: int, value: int, nbytes: int, *, stream: Stream) -> None:
         if nbytes == 0:
             return
+        _require_size("fill", nbytes)
+        if not 0 <= value <= 255:
+            raise DriverError("CUDA_ERROR_INVALID_VALUE", "fill", f"{value} is not a byte")
+        handle = self._stream(stream)
         with self._on(stream.device):
-            _check("fill", cu.cuMemsetD8Async(ptr, value, nbytes, _live(stream)), f"{nbytes} bytes at {ptr:#x}")
+            _check("fill", cu.cuMemsetD8Async(ptr, value, nbytes, handle), f"{nbytes} bytes at {ptr:#x}")
 
     # -- peers --------------------------------------------------------------------------------------
     def can_access_peer(self, device: int, peer: int) -> bool:
-        self._context(device), self._context(peer)
+        self._known(device)
+        self._known(peer)
         return device != peer and bool(_check("can_access_peer", cu.cuDeviceCanAccessPeer(device, peer)))
 
     def enable_peer_access(self, device: int, peer: int) -> None:
@@ -276,7 +297,7 @@ class CudaDriver(Driver):
             if self._closed or os.getpid() != self._pid:
                 return
             self._closed = True
-            for (device, _), handles in self._events.items():
+            for (device, _), handles in list(self._events.items()):
                 with self._on(device):
                     while handles:
                         _check("destroy event", cu.cuEventDestroy(handles.pop()))
@@ -286,17 +307,32 @@ class CudaDriver(Driver):
             self._context_ids.clear()
 
     # -- inside -------------------------------------------------------------------------------------
+    def _known(self, device: int) -> None:
+        if not 0 <= device < self._count:
+            raise DriverError("CUDA_ERROR_INVALID_DEVICE", "device", f"{device} of {self._count} devices")
+        if self._closed:
+            raise DriverError("CUDA_ERROR_DEINITIALIZED", "device", "this driver object was closed")
+
+    def _stream(self, stream: Stream) -> Any:
+        handle = require_stream(stream).handle
+        if stream.driver is not self or handle is _CLOSED:
+            raise DriverError("CUDA_ERROR_INVALID_HANDLE", "stream", "closed, or of another driver")
+        return handle
+
+    def _event(self, event: Event) -> Any:
+        if event.driver is not self:
+            raise DriverError("CUDA_ERROR_INVALID_HANDLE", "event", "of another driver")
+        return event.handle
+
     def _context(self, device: int) -> Any:
-        context = self._contexts.get(device)
-        if context is None:
-            if not 0 <= device < self._count:
-                raise DriverError("CUDA_ERROR_INVALID_DEVICE", "device", f"{device} of {self._count} devices")
-            if self._closed:
-                raise DriverError("CUDA_ERROR_DEINITIALIZED", "device", "this driver object was closed")
-            context = _check("primary context", cu.cuDevicePrimaryCtxRetain(device))
-            self._context_ids[device] = int(context)
-            self._contexts[device] = context
-        return context
+        with self._lock:
+            self._known(device)
+            context = self._contexts.get(device)
+            if context is None:
+                context = _check("primary context", cu.cuDevicePrimaryCtxRetain(device))
+                self._context_ids[device] = int(context)
+                self._contexts[device] = context
+            return context
 
     @contextmanager
     def _on(self, device: int) -> Iterator[None]:
@@ -311,6 +347,17 @@ class CudaDriver(Driver):
             yield
         finally:
             cu.cuCtxPopCurrent()
+
+    @contextmanager
+    def _on_any(self) -> Iterator[None]:
+        """Make some context current for a call that concerns all of them; none on a device nobody uses."""
+        if not self._contexts and not self._closed:
+            error, current = cu.cuCtxGetCurrent()
+            if error == _SUCCESS and int(current):
+                yield
+                return
+        with self._on(next(iter(self._contexts), 0)):
+            yield
 
 
 _process_driver: CudaDriver | None = None
@@ -327,13 +374,14 @@ def cuda_driver() -> CudaDriver:
 
 
 _PCI = (("PCI_DOMAIN_ID", 8), ("PCI_BUS_ID", 2), ("PCI_DEVICE_ID", 2))
-_NO_STREAM = object()
+_CLOSED = object()
+_LARGEST = 1 << 60  # beyond, the driver's own size arithmetic comes near its end
+_NO_MEMORY = (cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
 
 
-def _live(stream: Stream) -> Any:
-    if stream.handle is _NO_STREAM:
-        raise DriverError("CUDA_ERROR_INVALID_HANDLE", "stream", "it was closed")
-    return stream.handle
+def _require_size(call: str, nbytes: int) -> None:
+    if nbytes < 0:
+        raise DriverError("CUDA_ERROR_INVALID_VALUE", call, f"{nbytes} is negative")
 
 
 def _is_done(call: str, result: tuple[Any, ...]) -> bool:

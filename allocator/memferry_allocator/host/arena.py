@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..driver import Driver, Span
-from ..errors import ClosedError, InvalidRequestError, OutOfMemory
+from ..errors import AllocatorError, ClosedError, InvalidRequestError, OutOfMemory
 from ..sizes import align_up, format_size
 from . import libc
 from .registration import Registration, registrations
@@ -47,7 +49,7 @@ class HostArena:
     """One range of host pages, from which slices are cut in order.
 
     The arena owns its pages, and whoever holds a slice's array keeps the arena: pages are unmapped only
-    when no array of them is left.  Sizes are rounded up to whole pages (4 KiB), never further.
+    when no array of them is left.  Sizes are rounded up to whole pages (4 KiB), never further.  Thread-safe.
 
     Parameters
     ----------
@@ -75,6 +77,7 @@ class HostArena:
         self.registration: Registration | None = None
         self._used = 0
         self._closed = False
+        self._lock = threading.Lock()
         try:
             if self.options.touch:
                 _touch(self.address, self.nbytes, self.options.threads)
@@ -83,9 +86,8 @@ class HostArena:
         except BaseException:
             libc.unmap(self.address, self.nbytes)
             raise
-        self._finalizer = weakref.finalize(
-            self, _release, self.registration, self.address, self.nbytes, os.getpid()
-        )
+        release = functools.partial(_release, self.registration, self.address, self.nbytes, os.getpid())
+        self._finalizer = weakref.finalize(self, driver.finalise, release)
         self._finalizer.atexit = False  # the pages go with the process; the driver may be going down
 
     @property
@@ -105,27 +107,40 @@ class HostArena:
         OutOfMemory
             The rest of the arena is smaller.
         """
-        if self.closed:
-            raise ClosedError("arena: it was closed; make a new HostArena")
+        self._require_open()
         if nbytes < 0 or alignment <= 0 or alignment & (alignment - 1):
             raise InvalidRequestError(f"arena: cannot cut {nbytes} bytes aligned to {alignment}")
-        start = align_up(self._used, alignment)
-        if start + nbytes > self.nbytes:
-            raise OutOfMemory(
-                f"host arena: asked for {format_size(nbytes)}, {format_size(self.nbytes - self._used)} of "
-                f"{format_size(self.nbytes)} left; make the arena larger",
-                size=nbytes,
-                used=self._used,
-                limit=self.nbytes,
-                budget="host arena",
-            )
-        self._used = start + nbytes
-        return Span(self.address + start, nbytes)
+        if nbytes == 0:
+            return Span(self.address, 0)
+        with self._lock:
+            start = align_up(self.address + self._used, alignment) - self.address
+            if start + nbytes > self.nbytes:
+                raise OutOfMemory(
+                    f"host arena: asked for {format_size(nbytes)} aligned to {alignment}, "
+                    f"{format_size(self.nbytes - self._used)} of {format_size(self.nbytes)} left; "
+                    "make the arena larger",
+                    size=nbytes,
+                    used=self._used,
+                    limit=self.nbytes,
+                    budget="host arena",
+                )
+            self._used = start + nbytes
+            return Span(self.address + start, nbytes)
 
     def array(self, span: Span) -> npt.NDArray[np.uint8]:
-        """The bytes of a slice as a NumPy array that keeps the arena mapped."""
-        if self.closed:
-            raise ClosedError("arena: it was closed; make a new HostArena")
+        """The bytes of a slice as a NumPy array that keeps the arena mapped.
+
+        Raises
+        ------
+        InvalidRequestError
+            `span` is not inside the arena.
+        """
+        self._require_open()
+        if span.nbytes < 0 or span.ptr < self.address or span.ptr + span.nbytes > self.address + self.nbytes:
+            raise InvalidRequestError(
+                f"arena: {span.nbytes} bytes at {span.ptr:#x} are not inside its {self.nbytes} bytes at "
+                f"{self.address:#x}"
+            )
         holder = _Pages(self, span)
         return np.asarray(holder)
 
@@ -133,10 +148,19 @@ class HostArena:
         """Unregister now: no device may use the pages any more.  A second call does nothing.
 
         Arrays of the pages stay valid for the host; the pages are unmapped with the last of them.
+
+        Raises
+        ------
+        DriverError, RaceError
+            Work on the pages is not over; they stay registered until a later call succeeds.
         """
         self._closed = True
         if self.registration is not None:
             self.registration.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("arena: it was closed; make a new HostArena")
 
 
 class _Pages:
@@ -156,7 +180,7 @@ def _map_aligned(nbytes: int) -> int:
     """Map `nbytes` at a huge-page boundary and nothing beside it."""
     try:
         start = libc.map_anonymous(nbytes + HUGE_PAGE)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise OutOfMemory(
             f"host arena: {format_size(nbytes)} cannot be mapped ({error}); ask for less",
             size=nbytes,
@@ -182,6 +206,9 @@ def _touch(address: int, nbytes: int, threads: int) -> None:
 def _release(registration: Registration | None, address: int, nbytes: int, pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked child owns neither the registration nor the right to undo it
-    if registration is not None:
-        registration.close()
+    try:
+        if registration is not None:
+            registration.close()
+    except AllocatorError:
+        return  # a device may still use the pages: better lost than given to somebody else
     libc.unmap(address, nbytes)

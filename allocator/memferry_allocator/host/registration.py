@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 
 from ..driver import Driver, Span
-from ..errors import DriverError
+from ..errors import AllocatorError, InvalidRequestError
 
 MAX_CHUNK = 64 << 30  # one driver call for 512 GiB or more fails on current drivers
 
@@ -20,10 +20,20 @@ class Registration:
     address: int
     nbytes: int
     chunks: tuple[Span, ...]
-    closed: bool = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing of the range is registered any more; so from the start, if it is empty."""
+        return not self.chunks
 
     def close(self) -> None:
-        """Unregister.  Work on the range must be over; a second call does nothing."""
+        """Unregister.  Work on the range must be over; a second call does nothing.
+
+        Raises
+        ------
+        DriverError, RaceError
+            The driver refused a part; call again once the reason is gone.
+        """
         self.map._unregister(self)
 
 
@@ -35,12 +45,16 @@ class RegistrationMap:
     driver : Driver
     max_chunk : int
         Largest range given to one driver call, in bytes.
+
+    Thread-safe.  An empty range is valid and takes no driver call.
     """
 
     def __init__(self, driver: Driver, *, max_chunk: int = MAX_CHUNK) -> None:
+        if max_chunk <= 0:
+            raise InvalidRequestError(f"registration: max_chunk {max_chunk} is not more than zero bytes")
         self.driver = driver
         self.max_chunk = max_chunk
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a garbage collection in here may close a registration
         self._chunks: list[Span] = []
 
     def register(self, address: int, nbytes: int, *, read_only: bool = False) -> Registration:
@@ -48,9 +62,13 @@ class RegistrationMap:
 
         Raises
         ------
+        InvalidRequestError
+            `nbytes` is negative.
         DriverError
             The driver refused a part; the parts before it are unregistered again.
         """
+        if nbytes < 0:
+            raise InvalidRequestError(f"registration: {nbytes} bytes at {address:#x} is no range")
         done: list[Span] = []
         with self._lock:
             try:
@@ -58,7 +76,7 @@ class RegistrationMap:
                     chunk = Span(address + offset, min(self.max_chunk, nbytes - offset))
                     self.driver.host_register(chunk.ptr, chunk.nbytes, read_only=read_only)
                     done.append(chunk)
-            except DriverError as error:
+            except BaseException as error:
                 self._roll_back(done, error)
                 raise
             for chunk in done:
@@ -66,7 +84,10 @@ class RegistrationMap:
             return Registration(self, address, nbytes, tuple(done))
 
     def split(self, address: int, nbytes: int) -> list[Span]:
-        """Cut a host range where registrations end: no driver copy may cross such an edge."""
+        """Cut a host range where registrations end: no driver copy may cross such an edge.
+
+        The pieces follow one another and are together the range; an empty range has none.
+        """
         pieces = []
         position, end = address, address + nbytes
         with self._lock:
@@ -78,7 +99,8 @@ class RegistrationMap:
                     if position < edge < end:
                         pieces.append(Span(position, edge - position))
                         position = edge
-        pieces.append(Span(position, end - position))
+        if position < end:
+            pieces.append(Span(position, end - position))
         return pieces
 
     def covers(self, address: int, nbytes: int) -> bool:
@@ -100,19 +122,18 @@ class RegistrationMap:
 
     def _unregister(self, registration: Registration) -> None:
         with self._lock:
-            if registration.closed:
-                return
-            registration.closed = True
-            for chunk in registration.chunks:
+            while registration.chunks:
+                chunk = registration.chunks[-1]
                 self.driver.host_unregister(chunk.ptr)
+                registration.chunks = registration.chunks[:-1]
                 self._chunks.remove(chunk)
 
-    def _roll_back(self, done: list[Span], error: DriverError) -> None:
+    def _roll_back(self, done: list[Span], error: BaseException) -> None:
         for chunk in reversed(done):
             try:
                 self.driver.host_unregister(chunk.ptr)
-            except DriverError as second:
-                error.args = (f"{error.args[0]}; and undoing it failed: {second}",)
+            except AllocatorError as second:
+                error.args = (f"{error}; and undoing it failed: {second}", *error.args[1:])
 
 
 _maps_lock = threading.Lock()

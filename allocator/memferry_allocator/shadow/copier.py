@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Protocol
 
 from ..driver import Driver, Event, Span, Stream
+from ..errors import InvalidRequestError
 from ..host import registrations
 
 
@@ -59,18 +60,20 @@ class DirectCopier:
 
     def copy(self, dst: Span, src: Span, direction: Direction, *, stream: Stream) -> DirectCopy:
         """See `Copier.copy`.  The bytes move on the lane of `direction`, whatever `stream` is."""
+        if dst.nbytes != src.nbytes:
+            raise InvalidRequestError(f"copy: source has {src.nbytes} bytes and destination {dst.nbytes}")
         lane = self._lanes[direction]
         if stream is not lane:
             lane.wait(stream.record())
-        host, other = (src, dst) if direction is Direction.HOST_TO_DEVICE else (dst, src)
-        for piece in registrations(self.driver).split(host.ptr, host.nbytes):
-            offset = piece.ptr - host.ptr
-            pair = (other.ptr + offset, piece.ptr)
-            to, of = pair if direction is Direction.HOST_TO_DEVICE else pair[::-1]
-            self.driver.copy(to, of, piece.nbytes, stream=lane)
-        event = lane.record()
-        if stream is not lane:
-            stream.wait(event)
+        host = src if direction is Direction.HOST_TO_DEVICE else dst
+        try:
+            for piece in registrations(self.driver).split(host.ptr, host.nbytes):
+                offset = piece.ptr - host.ptr
+                self.driver.copy(dst.ptr + offset, src.ptr + offset, piece.nbytes, stream=lane)
+        finally:  # also if a piece is refused: what comes later must come after those before it
+            event = lane.record()
+            if stream is not lane:
+                stream.wait(event)
         return DirectCopy(event)
 
     def close(self) -> None:

@@ -8,8 +8,8 @@ from ..driver import Event, Stream
 class Hazards:
     """The last writes to some bytes, and the reads since, as events of the streams that did them.
 
-    Streams wait with `before_read` and `before_write`; the calling host thread with `host_before_read` and
-    `host_before_write`.  What a stream has waited for once it does not wait for again.
+    Streams wait with `before`; the calling host thread with `host_before_read` and `host_before_write`.  What
+    a stream has waited for once it does not wait for again.
     """
 
     def __init__(self) -> None:
@@ -17,14 +17,13 @@ class Hazards:
         self._reads: dict[Stream, Event] = {}
         self._aware: set[Stream] = set()
 
-    def before_read(self, stream: Stream) -> None:
+    def before(self, stream: Stream, *, writes: bool) -> None:
+        """Let `stream` wait until it may read the bytes, or write them."""
         if stream not in self._aware:
             _wait(stream, self._writes)
             self._aware.add(stream)
-
-    def before_write(self, stream: Stream) -> None:
-        self.before_read(stream)
-        _wait(stream, self._reads)
+        if writes:
+            _wait(stream, self._reads)
 
     def wrote(self, stream: Stream, event: Event) -> None:
         self._writes = {stream: event}

@@ -72,18 +72,22 @@ class Partition:
             Another open view forbids it, or `stream` does not suit `place`.
         OutOfMemory
             The device budget has no room and nothing can be evicted.
+        DriverError, RaceError
+            The driver refused; like after every error here, no byte was lost.
         """
         with self.space.lock:
             self._admissible(place, mode)
-            self.last_use = self.space.tick()
             if place is Place.HOST:
                 if stream is not None:
                     raise InvalidRequestError(f"acquire of {self.name}: HOST takes no stream, it blocks")
-                ptr = self._acquire_host(mode)
             else:
                 stream = require_stream(stream, self.space.device)
-                ptr = (self._acquire_device if place is Place.DEVICE else self._acquire_mapped)(mode, stream)
-            view = View(self, place, mode, ptr, stream)
+            self.last_use = self.space.tick()
+            if place is Place.DEVICE:
+                assert stream is not None
+                view = self._acquire_device(mode, stream)
+            else:
+                view = self._acquire_home(place, mode, stream)
             self._views.append(view)
             return view
 
@@ -137,59 +141,56 @@ class Partition:
                 f"{what} of {self.name}: {len(open_views)} view(s) are open; release them first"
             )
 
-    def _acquire_host(self, mode: Mode) -> int:
+    def _acquire_home(self, place: Place, mode: Mode, stream: Stream | None) -> View:
+        ptr = self.host.ptr
+        if stream is not None:
+            ptr = self.space.driver.host_device_pointer(ptr, self.space.device)
         if mode.reads:
             self._write_back()
-        if mode.writes:
-            self._hazards.host_before_write()
-            self._drop()
+        if stream is None:
+            wait = self._hazards.host_before_write if mode.writes else self._hazards.host_before_read
+            wait()
         else:
-            self._hazards.host_before_read()
-        return self.host.ptr
+            self._hazards.before(stream, writes=mode.writes)
+        view = View(self, place, mode, ptr, stream)
+        if mode.writes:
+            self._drop()  # only now that the view is there: it may hold the newest bytes
+        return view
 
-    def _acquire_mapped(self, mode: Mode, stream: Stream) -> int:
-        if mode.reads:
-            self._write_back()
-        if mode.writes:
-            self._hazards.before_write(stream)
-            self._drop()
-        else:
-            self._hazards.before_read(stream)
-        return self.space.driver.host_device_pointer(self.host.ptr, self.space.device)
-
-    def _acquire_device(self, mode: Mode, stream: Stream) -> int:
-        if mode.reads or self._copy is not None:
-            copy = self._load()
-        else:
-            copy = self._copy = _DeviceCopy(self.space.allocate(self.nbytes, stream))
-        if mode.writes:
-            copy.hazards.before_write(stream)
-        else:
-            copy.hazards.before_read(stream)
-        return copy.ptr
+    def _acquire_device(self, mode: Mode, stream: Stream) -> View:
+        fresh = self._copy is None and not mode.reads
+        if fresh:
+            self._copy = _DeviceCopy(self.space.allocate(self.nbytes, stream))
+        copy = self._load()
+        try:
+            copy.hazards.before(stream, writes=mode.writes)
+            return View(self, Place.DEVICE, mode, copy.ptr, stream)
+        except BaseException:
+            if fresh:  # nobody has written it: it must not pass for a valid copy
+                self._copy = None
+                self.space.abandon(copy.ptr, self.nbytes, stream)
+            raise
 
     def _admit(self, view: View, stream: Stream) -> None:
-        with self.space.lock:
-            require_stream(stream, self.space.device)
-            hazards = self._hazards_of(view)
-            if view.mode.writes:
-                hazards.before_write(stream)
-            else:
-                hazards.before_read(stream)
+        if view.place is Place.HOST or view.mode.writes:
+            raise InvalidRequestError(
+                f"record_stream of {self.name}: a {view.mode.value} view in {view.place.value} has one user; "
+                "release it and acquire another"
+            )
+        self._hazards_of(view).before(require_stream(stream, self.space.device), writes=False)
 
     def _release(self, view: View) -> None:
-        with self.space.lock:
-            self._views.remove(view)
-            view.end_brackets()
-            hazards = self._hazards_of(view)
-            for stream in view.streams:
-                event = stream.record()
-                if view.mode.writes:
-                    hazards.wrote(stream, event)
-                else:
-                    hazards.has_read(stream, event)
-            if view.place is Place.DEVICE and view.mode.writes and self._copy is not None:
-                self._copy.dirty = True
+        view.end_brackets()
+        events = {stream: stream.record() for stream in view.streams}
+        self._views.remove(view)
+        hazards = self._hazards_of(view)
+        for stream, event in events.items():
+            if view.mode.writes:
+                hazards.wrote(stream, event)
+            else:
+                hazards.has_read(stream, event)
+        if view.place is Place.DEVICE and view.mode.writes and self._copy is not None:
+            self._copy.dirty = True
 
     def _hazards_of(self, view: View) -> Hazards:
         if view.place is Place.DEVICE:
@@ -202,8 +203,14 @@ class Partition:
         if self._copy is None:
             lane = self.space.copier.lane(Direction.HOST_TO_DEVICE)
             ptr = self.space.allocate(self.nbytes, lane)
-            self._hazards.before_read(lane)
-            done = self.space.copier.copy(Span(ptr, self.nbytes), self.host, Direction.HOST_TO_DEVICE, stream=lane)
+            try:
+                self._hazards.before(lane, writes=False)
+                device = Span(ptr, self.nbytes)
+                done = self.space.copier.copy(device, self.host, Direction.HOST_TO_DEVICE, stream=lane)
+            except BaseException:
+                for stream, event in self.space.abandon(ptr, self.nbytes, lane).items():
+                    self._hazards.has_read(stream, event)  # a part of the copy may be under way
+                raise
             self._hazards.has_read(lane, done.event)
             self._copy = _DeviceCopy(ptr)
             self._copy.hazards.wrote(lane, done.event)
@@ -214,8 +221,8 @@ class Partition:
         if copy is None or not copy.dirty:
             return
         lane = self.space.copier.lane(Direction.DEVICE_TO_HOST)
-        copy.hazards.before_read(lane)
-        self._hazards.before_write(lane)
+        copy.hazards.before(lane, writes=False)
+        self._hazards.before(lane, writes=True)
         done = self.space.copier.copy(
             self.host, Span(copy.ptr, self.nbytes), Direction.DEVICE_TO_HOST, stream=lane
         )

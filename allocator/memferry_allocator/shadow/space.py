@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..device import DevicePool
+from ..device import ALIGNMENT, DevicePool
 from ..driver import Driver, Event, Span, Stream
-from ..errors import InvalidRequestError, OutOfMemory
-from ..sizes import format_size
+from ..errors import DriverError, InvalidRequestError, OutOfMemory
+from ..sizes import align_up, format_size
 from .copier import Copier, DirectCopier
+from .lock import SpaceLock
 from .partition import Partition
 
 
@@ -46,10 +46,10 @@ class ShadowSpace:
     ) -> None:
         self.driver = driver
         self.device = device
-        self.lock = threading.RLock()
+        self.lock = SpaceLock(driver)
+        self.pool = DevicePool(driver, device, device_budget)
         self._own_copier = DirectCopier(driver, device) if copier is None else None
         self.copier: Copier = self._own_copier if copier is None else copier  # type: ignore[assignment]
-        self.pool = DevicePool(driver, device, device_budget)
         self._partitions: list[Partition] = []
         self._clock = 0
 
@@ -62,10 +62,11 @@ class ShadowSpace:
             A range is empty, or larger than the whole device budget.
         """
         for index, span in enumerate(host):
-            if not 0 < span.nbytes <= self.pool.nbytes:
+            if span.nbytes <= 0 or align_up(span.nbytes, ALIGNMENT) > self.pool.nbytes:
                 raise InvalidRequestError(
                     f"buffer {name!r}: partition {index} has {format_size(span.nbytes)}; a partition needs "
-                    f"more than 0 bytes and at most the device budget, {format_size(self.pool.nbytes)}"
+                    f"more than 0 bytes and, as a multiple of {ALIGNMENT}, at most the device budget, "
+                    f"{format_size(self.pool.nbytes)}"
                 )
         with self.lock:
             partitions = [Partition(self, f"{name}[{index}]", span) for index, span in enumerate(host)]
@@ -82,20 +83,32 @@ class ShadowSpace:
         DriverOutOfMemory
             The device has less; the space then has its old budget again.
         """
+        if device_budget <= 0:
+            raise InvalidRequestError(f"device budget: {device_budget} is not more than zero bytes")
         with self.lock:
+            self._forbid_views("resize")
             for partition in self._partitions:
                 partition.evict()
             old = self.pool.nbytes
             self.pool.close()
             try:
                 self.pool = DevicePool(self.driver, self.device, device_budget)
-            except OutOfMemory:
+            except BaseException:
                 self.pool = DevicePool(self.driver, self.device, old)
                 raise
 
     def close(self) -> None:
-        """Write everything home, wait until no stream uses the host pages, and free the device budget."""
+        """Write everything home, wait until no stream uses the host pages, and free the device budget.
+
+        A second call does nothing.
+
+        Raises
+        ------
+        InvalidRequestError
+            A view is open; nothing was changed.
+        """
         with self.lock:
+            self._forbid_views("close")
             for partition in self._partitions:
                 partition.evict()
                 partition.settle()
@@ -123,6 +136,20 @@ class ShadowSpace:
         """Give memory back whose last uses were recorded in `uses`."""
         stream = next(iter(uses))
         self.pool.deallocate(ptr, nbytes, stream=stream, uses=uses)
+
+    def abandon(self, ptr: int, nbytes: int, stream: Stream) -> dict[Stream, Event]:
+        """Give memory back that was allocated for `stream` a moment ago, and whose use failed; its last uses."""
+        try:
+            uses = {stream: stream.record()}
+        except DriverError:  # a closed stream has no work any more
+            uses = {}
+        self.pool.deallocate(ptr, nbytes, stream=stream, uses=uses)
+        return uses
+
+    def _forbid_views(self, what: str) -> None:
+        used = [partition.name for partition in self._partitions if partition.in_use]
+        if used:
+            raise InvalidRequestError(f"{what}: views of {', '.join(used)} are open; release them first")
 
     def _victim(self) -> Partition | None:
         idle = [partition for partition in self._partitions if partition.resident and not partition.in_use]

@@ -80,17 +80,31 @@ class View:
         return tuple(self._streams)
 
     def record_stream(self, stream: Stream) -> None:
-        """Let another stream use the view too, from now on, in its own order."""
-        _ = self.ptr
-        if stream not in self._streams:
-            self.partition._admit(self, stream)
-            self._bracket(stream, f"{self.place.value} view of {self.partition.name}")
+        """Let another stream read through the view too, from now on, in its own order.
+
+        Raises
+        ------
+        ClosedError
+            The view was released.
+        InvalidRequestError
+            It is a writing view, or one of HOST: those have one user.
+        """
+        with self.partition.space.lock:
+            _ = self.ptr
+            if stream not in self._streams:
+                self.partition._admit(self, stream)
+                self._bracket(stream, f"{self.place.value} view of {self.partition.name}")
 
     def release(self) -> None:
-        """End the view: its last uses are those enqueued until now.  A second call does nothing."""
-        if not self._released:
-            self._released = True
-            self.partition._release(self)
+        """End the view: its last uses are those enqueued until now.  A second call does nothing.
+
+        A view of HOST may be released by another thread than the one that acquired it, if that has been
+        handed the bytes.
+        """
+        with self.partition.space.lock:
+            if not self._released:
+                self.partition._release(self)
+                self._released = True
 
     def end_brackets(self) -> None:
         for bracket in self._streams.values():

@@ -269,11 +269,15 @@ class Runtime:
         scale: float,
     ) -> None:
         weights = self.weights[layer.index].acquire(Place.HOST, Mode.READ_WRITE)
-        state = self.driver.host_access(
-            reads=[layer.gradient_span],
-            writes=[layer.state_span] if layer.state_span.nbytes else [],
-            label=f"update of {layer.name}",
-        )
+        try:
+            state = self.driver.host_access(
+                reads=[layer.gradient_span],
+                writes=[layer.state_span] if layer.state_span.nbytes else [],
+                label=f"update of {layer.name}",
+            )
+        except BaseException:
+            weights.release()
+            raise
 
         def end() -> None:
             state.end()

@@ -10,58 +10,20 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from ...errors import DriverError
-from ..api import Bracket, DeviceInfo, Driver, Event, MemoryInfo, Span, Stream, next_sequence
-from .clock import Link, VirtualClock
-from .memory import MAPPED_OFFSET, Kind, Memory, Place
+from ..api import Bracket, DeviceInfo, Driver, Event, MemoryInfo, Span, Stream, require_stream
+from .clock import Link, Links, VirtualClock
+from .memory import DEVICE_BASE, MAPPED_OFFSET, Kind, Memory, Place
+from .monitor import Monitor
 from .options import EmulatedOptions
 from .order import Access, AccessLog, Clock, OpenAccess, join
-from .work import Queue, Scheduler, Work
+from .state import EmulatedBracket, EventState, HostThreads, StreamState, Touch
+from .work import Scheduler, Work
 
-
-@dataclass(eq=False)
-class _StreamState:
-    device: int
-    actor: int
-    queue: Queue
-    clock: Clock = field(default_factory=dict)
-    closed: bool = False
-
-
-@dataclass(eq=False)
-class _EventState:
-    work: Work | None = None
-    clock: Clock = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Touch:
-    place: Place
-    nbytes: int
-    write: bool
-
-
-class _HostThreads(threading.local):
-    """What each host thread knows; a thread is an actor of its own."""
-
-    def __init__(self, actors: itertools.count[int]) -> None:
-        self.actor = next(actors)
-        self.clock: Clock = {}
-
-
-class _EmulatedBracket(Bracket):
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish: Callable[[], None] | None = finish
-
-    def end(self) -> None:
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+PATIENCE = 16  # a program that has asked so often whether work is done does not let it wait any longer
 
 
 class EmulatedDriver(Driver):
@@ -78,20 +40,17 @@ class EmulatedDriver(Driver):
     def __init__(self, options: EmulatedOptions | None = None) -> None:
         self.options = options or EmulatedOptions()
         count = self.options.device_count
-        self._lock = threading.RLock()
+        self._lock = Monitor()
+        self._closed = False
         self._actors = itertools.count(1)
-        self._threads = _HostThreads(self._actors)
+        self._threads = HostThreads(self._actors)
         self._memory = Memory(count, self.options.device_memory)
         self._log = AccessLog()
         self._scheduler = Scheduler(self.options.seed, self.options.eagerness)
-        self._streams: dict[int, _StreamState] = {}
+        self._streams: dict[int, StreamState] = {}
         self._peers: set[tuple[int, int]] = set()
         self._clock = VirtualClock()
-        opts = self.options
-        self._h2d = [Link(opts.host_to_device) for _ in range(count)]
-        self._d2h = [Link(opts.device_to_host) for _ in range(count)]
-        self._local = [Link(opts.on_device) for _ in range(count)]
-        self._peer = {(a, b): Link(opts.peer) for a in range(count) for b in range(count) if a != b}
+        self._links = Links(self.options)
 
     # -- devices ------------------------------------------------------------------------------------
     @property
@@ -117,7 +76,8 @@ class EmulatedDriver(Driver):
 
     def synchronize(self, device: int) -> None:
         with self._lock:
-            for state in [s for s in self._streams.values() if s.device == self._device(device)]:
+            self._device(device)
+            for state in [s for s in self._streams.values() if s.device == device]:
                 self._reach(state.queue.last, state.clock)
 
     # -- memory -------------------------------------------------------------------------------------
@@ -126,57 +86,65 @@ class EmulatedDriver(Driver):
             return self._memory.devices[self._device(device)].malloc(nbytes)
 
     def free(self, device: int, ptr: int) -> None:
-        if ptr == 0:
-            return
         with self._lock:
             memory = self._memory.devices[self._device(device)]
-            self._retire(ptr, memory.extent(ptr), "free")
-            memory.free(ptr)
+            if ptr != 0:
+                self._retire(ptr, memory.extent(ptr), "free")
+                memory.free(ptr)
 
     def host_register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
         with self._lock:
+            self._alive()
             self._memory.host.register(address, nbytes, read_only=read_only)
 
     def host_unregister(self, address: int) -> None:
         with self._lock:
+            self._alive()
             self._retire(address, self._memory.host.extent(address), "host_unregister")
             self._memory.host.unregister(address)
 
     def host_device_pointer(self, address: int, device: int) -> int:
-        self._device(device)
-        if self._memory.host.find(address, 1) is None:
-            raise DriverError("CUDA_ERROR_INVALID_VALUE", "host_device_pointer", f"{address:#x} is not registered")
-        return address + MAPPED_OFFSET
+        with self._lock:
+            self._device(device)
+            if self._memory.host.find(address, 1) is None:
+                raise DriverError(
+                    "CUDA_ERROR_INVALID_VALUE", "host_device_pointer", f"{address:#x} is not registered"
+                )
+            return address + MAPPED_OFFSET
 
     def host_bytes(self, ptr: int, nbytes: int) -> memoryview | None:
-        place = self._memory.locate(ptr, nbytes, "host_bytes")
-        if place.kind is Kind.DEVICE:
-            data = self._memory.devices[place.device].data(ptr, nbytes)
-            assert data is not None
-            return memoryview(data)  # type: ignore[arg-type]  # arrays are buffers; the stubs say so from 3.12
-        return memoryview((ctypes.c_uint8 * nbytes).from_address(place.real)).cast("B")
+        with self._lock:
+            place = self._locate(ptr, nbytes, "host_bytes")
+            if place.kind is Kind.DEVICE:
+                data = self._memory.devices[place.device].data(ptr, nbytes)
+                assert data is not None
+                return memoryview(data)  # type: ignore[arg-type]  # arrays are buffers; stubs say so from 3.12
+            return memoryview((ctypes.c_uint8 * nbytes).from_address(place.real)).cast("B")
 
     # -- order --------------------------------------------------------------------------------------
     def create_stream(self, device: int, *, priority: int = 0) -> Stream:
         with self._lock:
-            state = _StreamState(self._device(device), next(self._actors), self._scheduler.queue())
+            state = StreamState(self._device(device), next(self._actors), self._scheduler.queue())
             self._streams[state.actor] = state
             return Stream(self, device, state, owned=True)
 
     def stream_from_handle(self, device: int, handle: int) -> Stream:
-        state = self._streams.get(handle)
-        if state is None or state.device != device:
-            raise DriverError("CUDA_ERROR_INVALID_HANDLE", "stream_from_handle", f"no stream {handle} here")
-        return Stream(self, device, state, owned=False)
+        with self._lock:
+            self._device(device)
+            state = self._streams.get(handle)
+            if state is None or state.device != device:
+                raise DriverError("CUDA_ERROR_INVALID_HANDLE", "stream_from_handle", f"no stream {handle} here")
+            return Stream(self, device, state, owned=False)
 
     def destroy_stream(self, stream: Stream) -> None:
         with self._lock:
-            state: _StreamState = stream.handle
-            if not state.closed:
-                self._reach(state.queue.last, state.clock)
-                self._scheduler.remove(state.queue)
-                del self._streams[state.actor]
-                state.closed = True
+            if not stream.owned or self._closed or (stream.driver is self and stream.handle.closed):
+                return
+            state = self._state(stream)
+            self._reach(state.queue.last, state.clock)
+            self._scheduler.remove(state.queue)
+            del self._streams[state.actor]
+            state.closed = True
 
     def stream_wait(self, stream: Stream, event: Event) -> None:
         with self._lock:
@@ -196,7 +164,7 @@ class EmulatedDriver(Driver):
             return self._poll(state.queue.last, state.clock)
 
     def create_event(self, device: int, *, timing: bool = False) -> Event:
-        return Event(self, self._device(device), _EventState(), timing)
+        return Event(self, self._device(device), EventState(), timing)
 
     def event_record(self, event: Event, stream: Stream) -> None:
         with self._lock:
@@ -209,7 +177,7 @@ class EmulatedDriver(Driver):
                 )
             recorded.work = self._enqueue(state, None, ())
             recorded.clock = dict(state.clock)
-            event.sequence = next_sequence()
+            event.recorded_on(stream)
 
     def event_query(self, event: Event) -> bool:
         with self._lock:
@@ -222,28 +190,36 @@ class EmulatedDriver(Driver):
             self._reach(recorded.work, recorded.clock)
 
     def event_elapsed(self, start: Event, end: Event) -> float:
-        if not (start.timing and end.timing):
-            raise DriverError("CUDA_ERROR_INVALID_HANDLE", "event_elapsed", "make both events with timing=True")
-        first, last = self._event(start).work, self._event(end).work
-        if first is None or last is None:
-            raise DriverError("CUDA_ERROR_INVALID_HANDLE", "event_elapsed", "an event was never recorded")
-        if not (first.done and last.done):
-            raise DriverError("CUDA_ERROR_NOT_READY", "event_elapsed", "synchronise the events first")
-        return last.end - first.end
+        with self._lock:
+            first, last = self._event(start).work, self._event(end).work
+            if start.device != end.device:
+                raise DriverError("CUDA_ERROR_INVALID_HANDLE", "event_elapsed", "events of two devices")
+            if not (start.timing and end.timing):
+                raise DriverError(
+                    "CUDA_ERROR_INVALID_HANDLE", "event_elapsed", "make both events with timing=True"
+                )
+            if first is None or last is None:
+                raise DriverError("CUDA_ERROR_INVALID_HANDLE", "event_elapsed", "an event was never recorded")
+            if not (first.done and last.done):
+                raise DriverError("CUDA_ERROR_NOT_READY", "event_elapsed", "synchronise the events first")
+            return last.end - first.end
 
     # -- copies -------------------------------------------------------------------------------------
     def copy(self, dst: int, src: int, nbytes: int, *, stream: Stream) -> None:
         if nbytes == 0:
             return
         with self._lock:
-            target = self._memory.locate(dst, nbytes, "copy")
-            source = self._memory.locate(src, nbytes, "copy")
+            state = self._state(stream)
+            target = self._locate(dst, nbytes, "copy")
+            source = self._locate(src, nbytes, "copy")
+            if target.read_only:
+                raise DriverError("CUDA_ERROR_INVALID_VALUE", "copy", f"{dst:#x} is registered read-only")
             to, of = target.real, source.real
             work = self._enqueue(
-                self._state(stream),
+                state,
                 lambda: _ignore(ctypes.memmove(to, of, nbytes)),
-                (_Touch(source, nbytes, False), _Touch(target, nbytes, True)),
-                link=self._link(source, target),
+                (Touch(source, nbytes, False), Touch(target, nbytes, True)),
+                link=self._links.between(source, target),
                 nbytes=nbytes,
                 label=f"copy {source.kind.value} to {target.kind.value}",
             )
@@ -254,15 +230,20 @@ class EmulatedDriver(Driver):
         if nbytes == 0:
             return
         with self._lock:
-            target = self._memory.locate(ptr, nbytes, "fill")
-            if target.kind is Kind.PAGEABLE:
-                raise DriverError("CUDA_ERROR_INVALID_VALUE", "fill", f"{ptr:#x} is not device memory")
+            state = self._state(stream)
+            target = self._locate(ptr, nbytes, "fill")
+            if not 0 <= value <= 255:
+                raise DriverError("CUDA_ERROR_INVALID_VALUE", "fill", f"{value} is not a byte")
+            if target.read_only or not self._reachable(target, ptr, state.device):
+                raise DriverError(
+                    "CUDA_ERROR_INVALID_VALUE", "fill", f"device {state.device} cannot write at {ptr:#x}"
+                )
             to = target.real
             self._enqueue(
-                self._state(stream),
+                state,
                 lambda: _ignore(ctypes.memset(to, value, nbytes)),
-                (_Touch(target, nbytes, True),),
-                link=self._local[stream.device],
+                (Touch(target, nbytes, True),),
+                link=self._links.filling(state.device, target),
                 nbytes=nbytes,
                 label="fill",
             )
@@ -272,18 +253,22 @@ class EmulatedDriver(Driver):
         return self._device(device) != self._device(peer)
 
     def enable_peer_access(self, device: int, peer: int) -> None:
-        if not self.can_access_peer(device, peer):
-            raise DriverError("CUDA_ERROR_INVALID_DEVICE", "enable_peer_access", f"device {device} to itself")
-        if (device, peer) in self._peers:
-            raise DriverError(
-                "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", "enable_peer_access", f"{device} to {peer}"
-            )
-        self._peers.add((device, peer))
+        with self._lock:
+            if not self.can_access_peer(device, peer):
+                raise DriverError("CUDA_ERROR_INVALID_CONTEXT", "enable_peer_access", f"{device} to itself")
+            if (device, peer) in self._peers:
+                raise DriverError(
+                    "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", "enable_peer_access", f"{device} to {peer}"
+                )
+            self._peers.add((device, peer))
 
     def disable_peer_access(self, device: int, peer: int) -> None:
-        if (device, peer) not in self._peers:
-            raise DriverError("CUDA_ERROR_PEER_ACCESS_NOT_ENABLED", "disable_peer_access", f"{device} to {peer}")
-        self._peers.remove((device, peer))
+        with self._lock:
+            if (self._device(device), self._device(peer)) not in self._peers:
+                raise DriverError(
+                    "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED", "disable_peer_access", f"{device} to {peer}"
+                )
+            self._peers.remove((device, peer))
 
     # -- work the driver does not see -----------------------------------------------------------------
     def launch(
@@ -291,11 +276,10 @@ class EmulatedDriver(Driver):
     ) -> Bracket:
         with self._lock:
             state = self._state(stream)
-            touches = [self._kernel_touch(span, False) for span in reads]
-            touches += [self._kernel_touch(span, True) for span in writes]
-            label = label or "launch"
+            touches = [self._kernel_touch(span, False, state.device) for span in reads if span.nbytes]
+            touches += [self._kernel_touch(span, True, state.device) for span in writes if span.nbytes]
             work = self._enqueue(state, None, ())
-            opened = self._open(touches, state.actor, state.clock, label)
+            opened = self._open(touches, state.actor, state.clock, label or "launch")
             self._scheduler.force(work)
 
             def finish() -> None:
@@ -304,22 +288,23 @@ class EmulatedDriver(Driver):
                     self._close(opened, state.actor, state.clock)
                     self._scheduler.force(work)
 
-            return _EmulatedBracket(finish)
+            return EmulatedBracket(finish)
 
     def host_access(self, *, reads: Iterable[Span] = (), writes: Iterable[Span] = (), label: str = "") -> Bracket:
         with self._lock:
-            touches = [self._host_touch(span, False) for span in reads]
-            touches += [self._host_touch(span, True) for span in writes]
-            threads, actor, clock = self._threads, self._threads.actor, self._threads.clock
-            opened = self._open(touches, actor, clock, label or "host access")
+            touches = [self._host_touch(span, False) for span in reads if span.nbytes]
+            touches += [self._host_touch(span, True) for span in writes if span.nbytes]
+            known = dict(self._threads.clock)
+            opened = self._open(touches, self._threads.actor, known, label or "host access")
 
             def finish() -> None:
                 with self._lock:
-                    clock[actor] = clock.get(actor, 0) + 1
-                    self._close(opened, actor, clock)
-                    join(threads.clock, clock)  # if another thread ends it, it has been handed the bytes
+                    ending = self._threads  # perhaps another thread, which was handed the bytes
+                    join(ending.clock, known)
+                    ending.clock[ending.actor] = ending.clock.get(ending.actor, 0) + 1
+                    self._close(opened, ending.actor, ending.clock)
 
-            return _EmulatedBracket(finish)
+            return EmulatedBracket(finish)
 
     def publish(self) -> Any:
         with self._lock:
@@ -329,10 +314,15 @@ class EmulatedDriver(Driver):
         with self._lock:
             join(self._threads.clock, token)
 
+    # -- end ----------------------------------------------------------------------------------------
+    def finalise(self, action: Callable[[], None]) -> None:
+        self._lock.finalise(action)
+
     def close(self) -> None:
         with self._lock:
-            for state in list(self._streams.values()):
+            for state in self._streams.values():
                 self._scheduler.force(state.queue.last)
+            self._closed = True
 
     # -- the emulated machine itself --------------------------------------------------------------------
     @property
@@ -346,7 +336,12 @@ class EmulatedDriver(Driver):
         return self._memory.host.total
 
     # -- inside -------------------------------------------------------------------------------------
+    def _alive(self) -> None:
+        if self._closed:
+            raise DriverError("CUDA_ERROR_DEINITIALIZED", "driver", "this driver object was closed")
+
     def _device(self, device: int) -> int:
+        self._alive()
         if not 0 <= device < self.options.device_count:
             raise DriverError(
                 "CUDA_ERROR_INVALID_DEVICE",
@@ -355,39 +350,46 @@ class EmulatedDriver(Driver):
             )
         return device
 
-    def _state(self, stream: Stream) -> _StreamState:
-        state = stream.handle
-        if stream.driver is not self or not isinstance(state, _StreamState) or state.closed:
+    def _state(self, stream: Stream) -> StreamState:
+        self._alive()
+        state = require_stream(stream).handle
+        if stream.driver is not self or not isinstance(state, StreamState) or state.closed:
             raise DriverError("CUDA_ERROR_INVALID_HANDLE", "stream", "closed, or of another driver")
         return state
 
-    def _event(self, event: Event) -> _EventState:
-        if event.driver is not self or not isinstance(event.handle, _EventState):
+    def _event(self, event: Event) -> EventState:
+        self._alive()
+        if event.driver is not self or not isinstance(event.handle, EventState):
             raise DriverError("CUDA_ERROR_INVALID_HANDLE", "event", "of another driver")
         return event.handle
 
+    def _locate(self, ptr: int, nbytes: int, call: str) -> Place:
+        self._alive()
+        return self._memory.locate(ptr, nbytes, call)
+
     def _enqueue(
         self,
-        state: _StreamState,
+        state: StreamState,
         run: Callable[[], None] | None,
-        touches: Iterable[_Touch],
+        touches: Sequence[Touch],
         *,
         after: tuple[Work, ...] = (),
         link: Link | None = None,
         nbytes: int = 0,
         label: str = "",
     ) -> Work:
-        clock, actor = state.clock, state.actor
-        join(clock, self._threads.clock)
+        known, actor = dict(state.clock), state.actor
+        join(known, self._threads.clock)
         for touch in touches:
             line = touch.place.line
-            self._log.check(line, line + touch.nbytes, write=touch.write, actor=actor, clock=clock, label=label)
-        clock[actor] = clock.get(actor, 0) + 1
+            self._log.check(line, line + touch.nbytes, write=touch.write, actor=actor, clock=known, label=label)
+        time = known[actor] = known.get(actor, 0) + 1
+        state.clock = known  # only now: what was refused has not happened
         for touch in touches:
-            line = touch.place.line
-            self._log.record(
-                line, line + touch.nbytes, write=touch.write, access=Access(actor, clock[actor], label)
-            )
+            if touch.lasting:
+                line = touch.place.line
+                access = Access(actor, time, label)
+                self._log.record(line, line + touch.nbytes, write=touch.write, access=access)
         before = after if state.queue.last is None else (state.queue.last, *after)
         ready = self._clock.ready(work.end for work in before)
         end = ready if link is None else link.reserve(ready, nbytes)
@@ -395,7 +397,7 @@ class EmulatedDriver(Driver):
         self._scheduler.append(state.queue, work)
         return work
 
-    def _open(self, touches: list[_Touch], actor: int, clock: Clock, label: str) -> list[OpenAccess]:
+    def _open(self, touches: list[Touch], actor: int, clock: Clock, label: str) -> list[OpenAccess]:
         opened = []
         for touch in touches:
             line, end = touch.place.line, touch.place.line + touch.nbytes
@@ -411,19 +413,32 @@ class EmulatedDriver(Driver):
             entry = Access(actor, clock[actor], access.label)
             self._log.record(access.start, access.end, write=access.write, access=entry)
 
-    def _kernel_touch(self, span: Span, write: bool) -> _Touch:
-        place = self._memory.locate(span.ptr, span.nbytes, "launch")
-        if place.kind is not Kind.DEVICE and span.ptr < MAPPED_OFFSET:
-            raise DriverError(
-                "CUDA_ERROR_ILLEGAL_ADDRESS",
-                "launch",
-                f"{span.ptr:#x} is a host address; kernels need host_device_pointer(address, device)",
-            )
-        return _Touch(place, span.nbytes, write)
+    def _reachable(self, place: Place, ptr: int, device: int) -> bool:
+        """Whether kernels of `device` may use `ptr` for what is at `place`."""
+        if place.kind is not Kind.DEVICE:
+            return ptr >= MAPPED_OFFSET
+        return place.device == device or (device, place.device) in self._peers
 
-    def _host_touch(self, span: Span, write: bool) -> _Touch:
-        place = Place(Kind.PAGEABLE, -1, span.ptr, span.ptr)
-        return _Touch(place, span.nbytes, write)
+    def _kernel_touch(self, span: Span, write: bool, device: int) -> Touch:
+        place = self._locate(span.ptr, span.nbytes, "launch")
+        if not self._reachable(place, span.ptr, device):
+            wrong = (
+                f"{span.ptr:#x} is memory of device {place.device}; enable peer access first"
+                if place.kind is Kind.DEVICE
+                else f"{span.ptr:#x} is a host address; kernels need host_device_pointer(address, device)"
+            )
+            raise DriverError("CUDA_ERROR_ILLEGAL_ADDRESS", "launch", wrong)
+        if write and place.read_only:
+            raise DriverError("CUDA_ERROR_ILLEGAL_ADDRESS", "launch", f"{span.ptr:#x} is registered read-only")
+        return Touch(place, span.nbytes, write)
+
+    def _host_touch(self, span: Span, write: bool) -> Touch:
+        self._alive()
+        if span.ptr >= DEVICE_BASE or span.ptr <= 0 or span.nbytes < 0:
+            raise DriverError(
+                "CUDA_ERROR_INVALID_VALUE", "host_access", f"{span.nbytes} bytes at {span.ptr:#x} in host memory"
+            )
+        return Touch(Place(Kind.PINNED, -1, span.ptr, span.ptr), span.nbytes, write)
 
     def _retire(self, start: int, nbytes: int, label: str) -> None:
         threads = self._threads
@@ -435,24 +450,16 @@ class EmulatedDriver(Driver):
         join(self._threads.clock, clock)
         if work is not None:
             self._clock.reach(work.end)
-            for link in (*self._h2d, *self._d2h, *self._local, *self._peer.values()):
-                link.settle(self._clock.now)
+            self._links.settle(self._clock.now)
 
     def _poll(self, work: Work | None, clock: Clock) -> bool:
         self._scheduler.tick()
         if work is not None and not work.done:
-            return False
+            work.polls += 1
+            if work.polls < PATIENCE:
+                return False
         self._reach(work, clock)
         return True
-
-    def _link(self, source: Place, target: Place) -> Link | None:
-        if source.kind is Kind.DEVICE and target.kind is Kind.DEVICE:
-            if source.device == target.device:
-                return self._local[source.device]
-            return self._peer[source.device, target.device]
-        if target.kind is Kind.DEVICE:
-            return self._h2d[target.device]
-        return self._d2h[source.device] if source.kind is Kind.DEVICE else None
 
 
 def _ignore(_: object) -> None:

@@ -39,6 +39,7 @@ class Place:
     device: int
     real: int
     line: int
+    read_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,11 @@ class DeviceMemory:
         if nbytes <= 0:
             raise DriverError("CUDA_ERROR_INVALID_VALUE", "malloc", f"nbytes={nbytes}")
         if self.used + nbytes > self.capacity:
-            raise DriverOutOfMemory(
-                "CUDA_ERROR_OUT_OF_MEMORY",
-                "malloc",
-                size=nbytes,
-                used=self.used,
-                limit=self.capacity,
-                budget=f"emulated:{self.device}",
-            )
-        data = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+            raise self._out_of_memory(nbytes)
+        try:
+            data = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+        except (OSError, OverflowError):  # the host, which lends the memory, has less than the device should
+            raise self._out_of_memory(nbytes) from None
         data[:] = POISON_NEW
         base = self._next
         self._next += -(-nbytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT
@@ -107,6 +104,16 @@ class DeviceMemory:
             return None
         return allocation.data[ptr - allocation.base : ptr - allocation.base + nbytes]
 
+    def _out_of_memory(self, nbytes: int) -> DriverOutOfMemory:
+        return DriverOutOfMemory(
+            "CUDA_ERROR_OUT_OF_MEMORY",
+            "malloc",
+            size=nbytes,
+            used=self.used,
+            limit=self.capacity,
+            budget=f"emulated:{self.device}",
+        )
+
     def _find(self, ptr: int, nbytes: int) -> _Allocation | None:
         index = bisect.bisect_right(self._bases, ptr) - 1
         if index < 0:
@@ -119,6 +126,7 @@ class DeviceMemory:
 class _Registration:
     start: int
     nbytes: int
+    read_only: bool
 
 
 class HostMemory:
@@ -148,7 +156,7 @@ class HostMemory:
             )
         index = bisect.bisect_left(self._starts, address)
         self._starts.insert(index, address)
-        self._ranges.insert(index, _Registration(address, nbytes))
+        self._ranges.insert(index, _Registration(address, nbytes, read_only))
 
     def extent(self, address: int) -> int:
         """Bytes of the registration that starts at `address`."""
@@ -172,17 +180,18 @@ class HostMemory:
         found = self._ranges[index]
         return found if address + nbytes <= found.start + found.nbytes else None
 
-    def classify(self, address: int, nbytes: int) -> Kind:
+    def place(self, address: int, nbytes: int, call: str) -> Place:
         """PINNED or PAGEABLE; a range that is partly registered, or spans two, is refused."""
-        if self.find(address, nbytes) is not None:
-            return Kind.PINNED
+        found = self.find(address, nbytes)
+        if found is not None:
+            return Place(Kind.PINNED, -1, address, address, found.read_only)
         if self._overlaps(address, nbytes):
             raise DriverError(
                 "CUDA_ERROR_INVALID_VALUE",
-                "copy",
+                call,
                 f"{nbytes} bytes at {address:#x} span a registration's edge",
             )
-        return Kind.PAGEABLE
+        return Place(Kind.PAGEABLE, -1, address, address)
 
     def _overlaps(self, address: int, nbytes: int) -> bool:
         index = bisect.bisect_left(self._starts, address + nbytes) - 1
@@ -198,17 +207,19 @@ class Memory:
 
     def locate(self, ptr: int, nbytes: int, call: str) -> Place:
         """What is at `ptr`; refused where `nbytes` bytes are not all there."""
+        if nbytes < 0:
+            raise DriverError("CUDA_ERROR_INVALID_VALUE", call, f"{nbytes} bytes")
         if ptr >= MAPPED_OFFSET:
             address = ptr - MAPPED_OFFSET
             if self.host.find(address, nbytes) is not None:
-                return Place(Kind.PINNED, -1, address, address)
+                return self.host.place(address, nbytes, call)
         elif ptr >= DEVICE_BASE:
             device = ptr // DEVICE_BASE - 1
             real = self.devices[device].real(ptr, nbytes) if device < len(self.devices) else None
             if real is not None:
                 return Place(Kind.DEVICE, device, real, ptr)
         elif ptr > 0:
-            return Place(self.host.classify(ptr, nbytes), -1, ptr, ptr)
+            return self.host.place(ptr, nbytes, call)
         raise DriverError("CUDA_ERROR_INVALID_VALUE", call, f"{nbytes} bytes at {ptr:#x} are not known memory")
 
 

@@ -14,6 +14,10 @@ class LinkModel:
     latency_s: float
     bytes_per_second: float
 
+    def __post_init__(self) -> None:
+        if self.latency_s < 0 or self.bytes_per_second <= 0:
+            raise InvalidRequestError(f"link: {self} would take no time, or move backwards")
+
     def seconds(self, nbytes: int) -> float:
         return self.latency_s + nbytes / self.bytes_per_second
 
@@ -32,7 +36,8 @@ class EmulatedOptions:
         Decides which queued work runs earlier than it must.
     eagerness : float
         Probability, at each opportunity, that the next piece of queued work runs although nothing
-        waits for it; 0 runs everything as late as the program allows.
+        waits for it; 0 runs everything as late as the program allows.  Asking whether work is done waits
+        for nothing, but only so often.
     host_to_device, device_to_host, on_device, peer : LinkModel
         Links of the virtual clock; one copy at a time and direction.  The defaults are an H200's.
     """

@@ -63,9 +63,8 @@ class AccessLog:
         for held in self._open:
             if held.actor != actor and held.start < end and start < held.end and (write or held.write):
                 raise _race(start, end, write, label, held.write, held.label, "still going on")
-        for segment in self._segments[self._first(start) :]:
-            if segment.start >= end:
-                break
+        low, high = self._first(start), bisect.bisect_left(self._starts, end)
+        for segment in self._segments[low:high]:
             last = segment.writer
             if last is not None and last.actor != actor and clock.get(last.actor, 0) < last.time:
                 raise _race(start, end, write, label, True, last.label, "not ordered before it")

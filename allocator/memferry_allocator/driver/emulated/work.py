@@ -16,6 +16,7 @@ class Work:
     after: tuple[Work, ...]
     end: float
     done: bool = False
+    polls: int = 0
 
 
 @dataclass(eq=False)

@@ -1,0 +1,46 @@
+"""The emulated driver's lock."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+
+class Monitor:
+    """A re-entrant lock round every call, with finalisers kept out of a call that is under way.
+
+    A garbage collection can start in the middle of a call, and what it finalises would find half-changed
+    books; `finalise` then puts the action off until the thread has left.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._owner = 0
+        self._depth = 0
+        self._late: deque[Callable[[], None]] = deque()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        outermost = self._depth == 0
+        if outermost:
+            self._owner = 0
+        self._lock.release()
+        while outermost and self._late:
+            try:
+                action = self._late.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            action()
+
+    def finalise(self, action: Callable[[], None]) -> None:
+        """Run `action` now, or at the end of the call that the calling thread is in."""
+        if self._owner == threading.get_ident():
+            self._late.append(action)
+        else:
+            action()

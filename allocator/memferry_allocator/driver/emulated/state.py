@@ -1,0 +1,73 @@
+"""What the emulated driver keeps about streams, events, host threads and accesses."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..api import Bracket
+from .memory import Kind, Place
+from .order import Clock
+from .work import Queue, Work
+
+
+@dataclass(eq=False)
+class StreamState:
+    """A stream: its work, and how much of every actor's history its next work comes after."""
+
+    device: int
+    actor: int
+    queue: Queue
+    clock: Clock = field(default_factory=dict)
+    closed: bool = False
+
+    def __int__(self) -> int:
+        return self.actor
+
+
+@dataclass(eq=False)
+class EventState:
+    """An event: the work it was last recorded behind, and what that came after."""
+
+    work: Work | None = None
+    clock: Clock = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Touch:
+    """An access to be checked and remembered."""
+
+    place: Place
+    nbytes: int
+    write: bool
+
+    @property
+    def lasting(self) -> bool:
+        """Whether others are checked against it later.
+
+        Pageable memory is touched while the call lasts, like by any host function: what its owner does
+        with it afterwards (it may be freed, and be anybody's) comes after.
+        """
+        return self.place.kind is not Kind.PAGEABLE
+
+
+class HostThreads(threading.local):
+    """What each host thread knows; a thread is an actor of its own."""
+
+    def __init__(self, actors: itertools.count[int]) -> None:
+        self.actor = next(actors)
+        self.clock: Clock = {}
+
+
+class EmulatedBracket(Bracket):
+    """A bracket that is closed once; if that fails it is still open."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+
+    def end(self) -> None:
+        if self._finish is not None:
+            self._finish()
+            self._finish = None

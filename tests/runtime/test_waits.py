@@ -1,0 +1,90 @@
+"""A test of the tester: every wait of an iteration is needed, and leaving one out is always noticed."""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from typing import Any
+
+import pytest
+from harness import Job, Result, assert_same, offloaded, plain
+from models import Decoder, checkpointed, next_token_loss, plainly
+
+from memferry_allocator import EmulatedDriver, EmulatedOptions, Event, RaceError, Stream
+
+offload_module = importlib.import_module("memferry_rt.adapters.torch.offload")
+
+# Waits that another order makes redundant in these models: none today.
+REDUNDANT: frozenset[str] = frozenset()
+
+
+class Forgetful(EmulatedDriver):
+    """Leaves out one wait: the n-th of those that come after `arm`."""
+
+    def __init__(self, forget: int | None) -> None:
+        super().__init__(EmulatedOptions(seed=3))
+        self.forget = forget
+        self.waits: list[str] = []
+        self.armed = False
+
+    def _skip(self) -> bool:
+        if not self.armed:
+            return False
+        frames = [f for f in traceback.extract_stack() if "memferry" in f.filename and "driver" not in f.filename]
+        self.waits.append(" < ".join(frame.name for frame in reversed(frames[-4:])))
+        return len(self.waits) - 1 == self.forget
+
+    def stream_wait(self, stream: Stream, event: Event) -> None:
+        if not self._skip():
+            super().stream_wait(stream, event)
+
+    def event_synchronize(self, event: Event) -> None:
+        if not self._skip():
+            super().event_synchronize(event)
+
+    def stream_synchronize(self, stream: Stream) -> None:
+        if not self._skip():
+            super().stream_synchronize(stream)
+
+
+def _run(job: Job, monkeypatch: pytest.MonkeyPatch, forget: int | None, **options: Any) -> tuple[Result, Forgetful]:
+    """Train three steps; the second is the one in which a wait may be forgotten."""
+    driver = Forgetful(forget)
+    monkeypatch.setattr(offload_module, "open_device", lambda *_, **__: (driver, 0))
+
+    def between(model: Any, number: int) -> None:
+        driver.armed = number == 0
+
+    counted = Job(**{**job.__dict__, "between": between, "steps": 3})
+    return offloaded(counted, **options), driver
+
+
+@pytest.mark.parametrize(
+    ("run", "accumulate", "async_step", "share"),
+    [
+        (plainly, 1, False, 0.4),
+        (plainly, 2, True, 0.4),
+        (checkpointed(False), 1, True, 0.36),
+        (checkpointed(True), 2, False, 0.7),
+    ],
+    ids=["plain", "accumulate-async", "checkpoint-async", "reentrant-accumulate"],
+)
+def test_every_wait_counts(
+    run: Any, accumulate: int, async_step: bool, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(lambda: Decoder(run, layers=5), next_token_loss, accumulate=accumulate, steps=3)
+    expected = plain(job)
+    options = {"async_step": async_step, "share": share}
+    complete, driver = _run(job, monkeypatch, None, **options)
+    assert_same(expected, complete)
+    waits = driver.waits
+    assert len(waits) > 20
+    redundant = []
+    for number, wait in enumerate(waits):
+        try:
+            result, _ = _run(job, monkeypatch, number, **options)
+            assert_same(expected, result)
+        except (RaceError, AssertionError):
+            continue
+        redundant.append(wait)
+    assert set(redundant) <= REDUNDANT, redundant
