@@ -69,9 +69,8 @@ class LayerCache:
     def unpin(self, layer: int) -> None:
         self._pins[layer] -= 1
 
-    def unpin_all(self) -> None:
-        """Forget every pin: nothing is using layers any more."""
-        self._pins = [0] * len(self._partitions)
+    def is_pinned(self, layer: int) -> bool:
+        return self._pins[layer] > 0
 
     def load_early(self, layer: int) -> bool:
         """Start loading a layer if there is room without evicting; whether it is there or on its way."""

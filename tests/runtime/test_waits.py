@@ -47,7 +47,9 @@ class Forgetful(EmulatedDriver):
             super().stream_synchronize(stream)
 
 
-def _run(job: Job, monkeypatch: pytest.MonkeyPatch, forget: int | None, **options: Any) -> tuple[Result, Forgetful]:
+def _run(
+    job: Job, monkeypatch: pytest.MonkeyPatch, forget: int | None, **options: Any
+) -> tuple[Result, Forgetful]:
     """Train three steps; the second is the one in which a wait may be forgotten."""
     driver = Forgetful(forget)
     monkeypatch.setattr(offload_module, "open_device", lambda *_, **__: (driver, 0))

@@ -17,7 +17,7 @@ from ...errors import BudgetError
 from ...layout import LayerLayout
 
 RING_UNIT = 512
-SMALLEST_RING = 64 << 10
+SMALLEST_RING = 4 << 10
 SLACK = 0.06  # of torch's peak in the first step: fragmentation differs a little from step to step
 
 
@@ -27,6 +27,10 @@ class Budget:
 
     Attributes
     ----------
+    together : int
+        What the weights that are needed at the same time must have of the pool.
+    wanted : int
+        The pool that holds all weights.
     device : int or None
         The CUDA device whose torch allocator is capped; None on the emulated device.
     """
@@ -34,6 +38,7 @@ class Budget:
     total: int
     pool: int
     ring: int
+    together: int
     wanted: int
     largest_gradient: int
     smallest_layer: int
@@ -69,7 +74,7 @@ class Budget:
         pool = min(spare, self.wanted) // RING_UNIT * RING_UNIT
         if pool < self.pool + self.smallest_layer:
             return None
-        return replace(self, pool=pool, ring=_ring(pool, self.largest_gradient))
+        return replace(self, pool=pool, ring=_ring(pool, self.largest_gradient, self.together))
 
 
 def plan_budget(
@@ -88,7 +93,7 @@ def plan_budget(
         ``device_memory`` in bytes.
     layouts : sequence of LayerLayout
     together : iterable of tuple of int
-        Sets of layers that must be in device memory at the same time.
+        Layers that must be in device memory at the same time, in the order in which they come to be there.
     pool : int, optional
         The pool's size, if the user gives it.
     device : int or None
@@ -122,7 +127,8 @@ def plan_budget(
     return Budget(
         total=total,
         pool=chosen,
-        ring=max(least_ring, _ring(chosen, gradient)) if gradient else 0,
+        ring=_ring(chosen, gradient, worst[0]),
+        together=worst[0],
         wanted=wanted,
         largest_gradient=gradient,
         smallest_layer=min(layout.weight_nbytes for layout in layouts),
@@ -132,18 +138,22 @@ def plan_budget(
 
 
 def _room(layouts: Sequence[LayerLayout], group: tuple[int, ...]) -> tuple[int, str]:
-    """Bytes in which the layers of a group can always be placed together, and their names.
+    """Bytes in which the layers of a group, arriving in this order, can always be placed; and their names.
 
-    Other layers come and go between them, so the worst order of arrival leaves holes smaller than the largest.
+    A layer that comes when k others are pinned finds what is free in up to k + 1 holes; the largest of them holds
+    it for certain if together they are k + 1 times its size.
     """
     sizes = [layouts[layer].weight_nbytes for layer in group]
-    holes = (len(group) - 1) * max(sizes)
-    return sum(sizes) + holes, " and ".join(layouts[layer].name for layer in group)
+    room = max(sum(sizes[:count]) + (count + 1) * sizes[count] for count in range(len(sizes)))
+    return room, " and ".join(layouts[layer].name for layer in group)
 
 
-def _ring(pool: int, gradient: int) -> int:
-    """An eighth of the pool, or two of the largest gradient if that is less."""
-    return min(_whole_ring(gradient), max(pool // 8 // RING_UNIT * RING_UNIT, SMALLEST_RING)) if gradient else 0
+def _ring(pool: int, gradient: int, weights: int) -> int:
+    """An eighth of the pool, or two of the largest gradient if that is less, and never what weights must have."""
+    if not gradient:
+        return 0
+    share = max(pool // 8, SMALLEST_RING)
+    return min(_whole_ring(gradient), share, pool - weights) // RING_UNIT * RING_UNIT
 
 
 def _whole_ring(gradient: int) -> int:

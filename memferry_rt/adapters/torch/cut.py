@@ -53,7 +53,7 @@ def cut_layers(model: nn.Module, names: Sequence[str] | None = None) -> list[Cut
     cuts = _assign(model, roots)
     if not cuts:
         raise UnsupportedError("the model has no parameters: there is nothing to offload")
-    return _merge_small(cuts) if names is None else cuts
+    return _merge_small(cuts, {name for name, _ in roots}) if names is None else cuts
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,10 +121,11 @@ def _assign(model: nn.Module, roots: Sequence[tuple[str, nn.Module]]) -> list[Cu
     return [Cut(name, tuple(parameters)) for name, parameters in members.items()]
 
 
-def _merge_small(cuts: list[Cut]) -> list[Cut]:
+def _merge_small(cuts: list[Cut], blocks: set[str]) -> list[Cut]:
+    """What is outside of the blocks and tiny beside them becomes one layer."""
     total = sum(cut.nbytes for cut in cuts)
     limit = min(SMALL_LAYER, total // (4 * len(cuts)))
-    small = [cut for cut in cuts if cut.nbytes < limit]
+    small = [cut for cut in cuts if cut.nbytes < limit and cut.name not in blocks]
     if len(small) < 2:
         return cuts
     merged = Cut("(small)", tuple(pair for cut in small for pair in cut.parameters))

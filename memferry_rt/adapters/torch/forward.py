@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ...errors import UnsupportedError
 from .layer import DeviceViews, LayerState
 from .saved import SavedWeights
 
@@ -78,6 +79,7 @@ class ForwardScopes:
         def before(module: nn.Module, args: Any) -> None:
             for layer in scope.layers:
                 self._settle(layer)
+            self._notice(scope)
 
         self._handles.append(module.register_forward_pre_hook(before))
 
@@ -102,9 +104,12 @@ class ForwardScopes:
         self._handles.clear()
 
     def _enter(self, scope: Scope) -> None:
-        for parameter, layer, index in scope.parameters:
-            if parameter._version != layer.parameter_versions[index]:
-                self._changed(layer, index)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UnsupportedError(
+                "torch.func transforms (grad, vmap, jvp, ...) of an offloaded model are not supported: weights "
+                "move under them; use backward(), or call memferry_rt.restore(model) first"
+            )
+        self._notice(scope)
         loaded: list[LayerState] = []
         try:
             views = {}
@@ -119,6 +124,12 @@ class ForwardScopes:
         for parameter, layer, index in scope.parameters:
             parameter.data = views[layer].parameters[index]
         self._open.append((scope, pushed))
+
+    def _notice(self, scope: Scope) -> None:
+        """Weights that the user has written to in place since they were last seen."""
+        for parameter, layer, index in scope.parameters:
+            if parameter._version != layer.parameter_versions[index]:
+                self._changed(layer, index)
 
     def _exit(self, scope: Scope) -> None:
         if any(entry[0] is scope for entry in self._open):

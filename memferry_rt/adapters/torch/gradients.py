@@ -7,6 +7,7 @@ parameter's ``grad`` is a view of the gradient's home: host pages, as the device
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -112,12 +113,18 @@ class GradientFlow:
         self.slots.append(slot)
         self._homes.setdefault(layer, _LayerHome(layer.gradient_span)).slots.append(slot)
 
+        # The garbage collector does not see through these hooks: they must not keep what they hang on alive.
+        flow, known = weakref.ref(self), weakref.ref(slot)
+
         def before(gradient: torch.Tensor) -> None:
-            if slot.parameter.grad is not None:
+            slot = known()
+            if slot is not None and slot.parameter.grad is not None:
                 slot.partial, slot.parameter.grad = slot.parameter.grad, None
 
         def after(parameter: torch.Tensor) -> None:
-            self._arrive(slot)
+            me, slot = flow(), known()
+            if me is not None and slot is not None:
+                me._arrive(slot)
 
         self._handles.append(parameter.register_hook(before))
         self._handles.append(parameter.register_post_accumulate_grad_hook(after))

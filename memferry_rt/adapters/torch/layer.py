@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -65,8 +66,6 @@ class LayerState:
 
     Attributes
     ----------
-    version : int
-        Counts the updates of its weights.
     current : DeviceViews or None
         Where in device memory it was used last.
     host_weights, gradients : list of Tensor
@@ -87,7 +86,7 @@ class LayerState:
         self.layout = layout
         self.parameters = parameters
         self.geometry = geometry
-        self.version = 0
+        self._offsets = [slot.weight for slot in layout.slots]
         self.current: DeviceViews | None = None
         self._factory = factory
         self._places: OrderedDict[int, DeviceViews] = OrderedDict()
@@ -142,6 +141,15 @@ class LayerState:
         form = self.geometry[index]
         return flat.as_strided(form.shape, form.stride)
 
+    def on_host(self, slab: str, index: int, arena: HostArena) -> torch.Tensor:
+        """A parameter's "weight" or "gradient" as a CPU tensor with a storage of its own, over the host pages."""
+        slot, form = self.layout.slots[index], self.geometry[index]
+        if slot.spec.nbytes == 0:
+            return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="cpu")
+        base = (self.weight_span if slab == "weight" else self.gradient_span).ptr + getattr(slot, slab)
+        flat = self._factory.host(arena, Span(base, slot.spec.nbytes))
+        return shaped(flat, 0, form.dtype, form.shape, form.stride)
+
     def views_at(self, ptr: int) -> DeviceViews:
         """The layer's weights as tensors at a place in the device pool."""
         views = self._places.get(ptr)
@@ -159,12 +167,12 @@ class LayerState:
         self._places.clear()
         self.current = None
 
-    def touch(self, indices: Iterable[int]) -> None:
-        """The weights are about to change: a backward that still needs the present ones must fail.
+    def parameter_at(self, offset: int) -> nn.Parameter:
+        """The parameter in whose place a byte of the weight slab lies."""
+        return self.parameters[bisect.bisect_right(self._offsets, offset) - 1]
 
-        Autograd sees it by the parameters' versions where it saved them itself.
-        """
-        self.version += 1
+    def touch(self, indices: Iterable[int]) -> None:
+        """Weights are about to change: a backward that still needs the present ones must fail, as in PyTorch."""
         for index in indices:
             torch.autograd.graph.increment_version(self.parameters[index])
             self.parameter_versions[index] = self.parameters[index]._version

@@ -146,9 +146,14 @@ def synchronize(model: nn.Module) -> None:
 
 
 def restore(model: M) -> M:
-    """Undo `offload`: model and optimizer are ordinary objects on the CPU again, and all memory is released."""
-    runtime_of(model).restore()
+    """Undo `offload`: model and optimizer are ordinary objects on the CPU, and nothing is pinned any more.
+
+    The weights, gradients and moments stay where they are in host memory, without a copy.  Moments of
+    parameters that are not fp32 are rounded to the parameter's dtype, as PyTorch keeps them.
+    """
+    runtime = runtime_of(model)
     del model.__dict__[_ATTRIBUTE]
+    runtime.close()
     return model
 
 
@@ -206,19 +211,20 @@ def _plan(
 
 
 def _used_together(model: nn.Module, cuts: Sequence[Cut]) -> set[tuple[int, ...]]:
-    """Sets of layers that are in use at once: a module's own, and those of the modules around it."""
+    """Layers that are in use at once, in the order in which they come: of the modules around one, then its own."""
     layer_of = {parameter: index for index, cut in enumerate(cuts) for _, parameter in cut.parameters}
+    owners = {id(owner.module): owner for owner in find_owners(model) if not owner.in_place}
     found: set[tuple[int, ...]] = set()
 
-    owners = {id(owner.module): owner for owner in find_owners(model) if not owner.in_place}
-
-    def visit(module: nn.Module, outer: frozenset[int]) -> None:
+    def visit(module: nn.Module, outer: tuple[int, ...]) -> None:
         owner = owners.get(id(module))
-        inner = outer | {layer_of[parameter] for parameter in owner.parameters} if owner else outer
-        if inner:
-            found.add(tuple(sorted(inner)))
+        inner = outer
+        if owner is not None:
+            own = {layer_of[parameter] for parameter in owner.parameters}
+            inner = (*outer, *sorted(own.difference(outer)))
+            found.add(inner)
         for child in module.children():
             visit(child, inner)
 
-    visit(model, frozenset())
+    visit(model, ())
     return found

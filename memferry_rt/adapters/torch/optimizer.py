@@ -126,7 +126,7 @@ class OptimizerPatch:
         self.optimizer.skipped_steps = skipped_steps  # type: ignore[attr-defined]
 
     def restore(self) -> None:
-        """Give the optimizer its own methods back, and its state as tensors of its own."""
+        """Give the optimizer its own methods back; its state stays where it is, in the parameter's dtype."""
         for name, value in self._before.items():
             if value is None:
                 self.optimizer.__dict__.pop(name, None)
@@ -138,7 +138,7 @@ class OptimizerPatch:
                 del self.optimizer.state[parameter]
                 continue
             for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = state[key].to(parameter.device, copy=True)
+                state[key] = state[key].to(parameter.dtype)
         self._hook.remove()
 
     # -- state ------------------------------------------------------------------------------------------

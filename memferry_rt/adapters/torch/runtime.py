@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 from dataclasses import dataclass
@@ -325,12 +326,14 @@ class Runtime:
 
     @torch.no_grad()
     def _adopt_weight(self, layer: LayerState, index: int) -> None:
-        """A parameter was written to in place: the host pages have the new weight."""
+        """A parameter was written to in place: the host pages have the new weight, other copies get it."""
         self._settle_layer(layer)
         self.stream().synchronize()
         layer.parameter_versions[index] = layer.parameters[index]._version
-        layer.version += 1
-        self.cache.evict(layer.index)
+        if not self.cache.is_pinned(layer.index):
+            self.cache.evict(layer.index)
+        elif layer.current is not None:
+            layer.current.parameters[index].copy_(layer.host_weights[index])
         spec = layer.layout.slots[index].spec
         if spec.updated and spec.master:
             layer.cpu_state(index, "master").copy_(layer.cpu_weight(index))
@@ -401,6 +404,7 @@ class Runtime:
     def master_parameters(self) -> dict[str, torch.Tensor]:
         """The fp32 value of every parameter that is updated, by name: CPU views of the runtime's own state."""
         self.synchronize()
+        self._check_parameters()
         return {
             layer.layout.slots[index].spec.name: layer.in_shape(index, layer.cpu_state(index, "master"))
             for layer in self.layers
@@ -412,37 +416,39 @@ class Runtime:
         if self._closed:
             raise OffloadError("this model was restored; call memferry_rt.offload again")
 
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Give model and optimizer back as they were: ordinary tensors on the CPU, no hooks, nothing pinned."""
-        if self._closed:
-            return
-        self.synchronize()
-        self.scopes.detach()
-        self.gradients.collect()
-        self.gradients.end_use()
-        self.stream().synchronize()
-        self.gradients.detach()
-        self.guards.detach()
-        for parameter, (layer, index) in self._home.items():
-            gradient = parameter.grad
-            parameter.grad = None
-            parameter.data = layer.in_shape(index, layer.cpu_weight(index)).clone()
-            if gradient is not None:
-                parameter.grad = gradient.to(parameter.device, copy=True)
-        self.patch.restore()
-        self.close()
-
     def close(self) -> None:
-        """Release host and device memory; a second call does nothing."""
+        """Give model and optimizer back as ordinary objects, and release host pinning and device memory.
+
+        Every part is released even if another fails, for example after an error in a step; the first failure
+        is raised at the end.  A second call does nothing.
+        """
         if self._closed:
             return
         self._closed = True
-        self.updates.close()
-        self._drop_device_copies()
-        self.space.close()
-        self.engine.close()
-        self.budget.release()
-        self.arena.close()
-        if self._own_stream is not None:
-            self._own_stream.close()
+        with contextlib.ExitStack() as last_to_first:
+            if self._own_stream is not None:
+                last_to_first.callback(self._own_stream.close)
+            last_to_first.callback(self.arena.close)
+            last_to_first.callback(self.budget.release)
+            last_to_first.callback(self.engine.close)
+            last_to_first.callback(self.space.close)
+            last_to_first.callback(self._drop_device_copies)
+            last_to_first.callback(self.patch.restore)
+            last_to_first.callback(self._hand_back)
+            last_to_first.callback(self.guards.detach)
+            last_to_first.callback(self.gradients.detach)
+            last_to_first.callback(self.stream().synchronize)
+            last_to_first.callback(self.gradients.end_use)
+            last_to_first.callback(self.scopes.detach)
+            last_to_first.callback(self.updates.close)
+            last_to_first.callback(self.updates.wait_all)
+
+    @torch.no_grad()
+    def _hand_back(self) -> None:
+        """Make the parameters tensors over their host pages, which live on as long as any of them does."""
+        for parameter, (layer, index) in self._home.items():
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = layer.on_host("weight", index, self.arena)
+            if gradient is not None:
+                at_home = gradient is layer.gradients[index]
+                parameter.grad = layer.on_host("gradient", index, self.arena) if at_home else gradient.to("cpu")

@@ -21,14 +21,15 @@ Unpack = Callable[[Any], torch.Tensor]
 
 
 class _SavedWeight:
-    """A view of a layer's weights, by place."""
+    """A view of a parameter in its layer's slab, by place."""
 
-    __slots__ = ("key", "layer", "version")
+    __slots__ = ("key", "layer", "parameter", "version")
 
     def __init__(self, layer: LayerState, key: ViewKey) -> None:
         self.layer = layer
         self.key = key
-        self.version = layer.version
+        self.parameter = layer.parameter_at(key[1] * key[0].itemsize)
+        self.version = self.parameter._version
 
 
 class SavedWeights:
@@ -89,10 +90,11 @@ class SavedWeights:
 
         def unpack(packed: Any) -> torch.Tensor:
             if type(packed) is _SavedWeight:
-                if packed.version != packed.layer.version:
+                if packed.version != packed.parameter._version:
                     raise RuntimeError(
-                        f"backward needs the weights that layer {packed.layer.name!r} had during forward, but "
-                        "an optimizer step or a load has changed them since; call backward() before step()"
+                        f"backward needs a weight of layer {packed.layer.name!r} as it was during forward, but it "
+                        "has been modified by an inplace operation since, perhaps an optimizer step; call "
+                        "backward() before step()"
                     )
                 return bring_back(packed.layer, packed.key)
             if type(packed) is _Lower:

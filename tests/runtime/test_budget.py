@@ -1,0 +1,130 @@
+"""Budgets: never exceeded, and refused before anything changes where nothing can fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import Job, assert_same, offloaded, plain
+from models import Block, Decoder, next_token_loss
+from torch import nn
+
+import memferry_rt
+from memferry_allocator import EmulatedOptions, InvalidRequestError, MemFerryError
+from memferry_rt import BudgetError
+
+
+def _offload(model: nn.Module, **options: object) -> None:
+    memferry_rt.offload(model, torch.optim.AdamW(model.parameters()), device="emulated", **options)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_smallest_budget_that_works_is_named_and_works(tied: bool) -> None:
+    model = Decoder(tied=tied)
+    pointers = [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(BudgetError) as caught:
+        _offload(model, device_memory=1024)
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+    assert not model._forward_hooks
+    smallest = caught.value.smallest
+    with pytest.raises(BudgetError, match=str(smallest)):
+        _offload(model, device_memory=smallest - 1)
+    job = Job(lambda: Decoder(tied=tied), next_token_loss, steps=5)
+    assert_same(plain(job), offloaded(job, device_memory=smallest))
+
+
+class Container(nn.Module):
+    """Owns a large parameter and blocks that run inside its forward: both are needed at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(600, 512))
+        self.blocks = nn.ModuleList(Block(32) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table[ids][..., :32]
+        for block in self.blocks:
+            x = block(x) + self.table[ids][..., 32:64]
+        return x
+
+
+def test_a_container_and_what_runs_inside_it_fit_together() -> None:
+    with pytest.raises(BudgetError, match=r"\(root\) and blocks") as caught:
+        _offload(Container(), device_memory=600 * 512 * 4 + 10_000)
+    job = Job(
+        Container,
+        lambda model, number: model(torch.arange(number, number + 5)).square().mean(),
+        steps=4,
+    )
+    assert_same(plain(job), offloaded(job, device_memory=caught.value.smallest))
+
+
+def test_host_memory_is_bounded_and_named() -> None:
+    model = Decoder()
+    with pytest.raises(BudgetError, match="host_memory") as caught:
+        _offload(model, device_memory="1MiB", host_memory="100KiB")
+    _offload(model, device_memory="1MiB", host_memory=caught.value.smallest)
+    runtime = memferry_rt.runtime_of(model)
+    assert runtime.report().host_nbytes - caught.value.smallest < 4096  # whole pages
+    memferry_rt.restore(model)
+
+
+def test_a_pool_given_by_hand() -> None:
+    with pytest.raises(BudgetError, match="pool_memory"):
+        _offload(Decoder(), device_memory="1MiB", pool_memory="2MiB")
+    with pytest.raises(BudgetError, match="pool_memory"):
+        _offload(Decoder(), device_memory="1MiB", pool_memory=1024)
+    model = Decoder()
+    _offload(model, device_memory="1MiB", pool_memory="300KiB")
+    assert memferry_rt.runtime_of(model).report().pool_nbytes == 300 << 10
+    memferry_rt.restore(model)
+
+
+@pytest.mark.parametrize("size", ["24GB", "-1GiB", "", "lots", 0, -5, 1.5, None, True])
+def test_sizes_that_are_none(size: object) -> None:
+    with pytest.raises(InvalidRequestError, match="device_memory"):
+        _offload(Decoder(), device_memory=size)
+
+
+def test_more_than_the_device_has() -> None:
+    with pytest.raises(InvalidRequestError, match="more than the device has"):
+        _offload(Decoder(), device_memory="2MiB", emulated=EmulatedOptions(device_memory=1 << 20))
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "tpu", "emulated:3", "auto:1", "emulated:x"])
+def test_devices_that_are_not_there(device: str) -> None:
+    model = Decoder()
+    if device == "cuda:0" and torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    with pytest.raises(MemFerryError):
+        memferry_rt.offload(model, torch.optim.AdamW(model.parameters()), device=device, device_memory="1MiB")
+
+
+def test_a_model_without_parameters() -> None:
+    model = nn.Sequential(nn.ReLU())
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    with pytest.raises(MemFerryError):
+        memferry_rt.offload(model, optimizer, device="emulated", device_memory="1MiB")
+
+
+def test_layers_named_by_hand() -> None:
+    job = Job(Decoder, next_token_loss, steps=4)
+    assert_same(plain(job), offloaded(job, share=1.0, layers=["blocks.0", "blocks.1.up"]))
+    with pytest.raises(MemFerryError, match="nowhere"):
+        _offload(Decoder(), device_memory="1MiB", layers=["nowhere"])
+
+
+def test_host_memory_does_not_grow_over_steps() -> None:
+    """Everything is allocated once: later iterations take no new pinned pages and no new device blocks."""
+    model = Decoder()
+    optimizer = torch.optim.AdamW(model.parameters())
+    memferry_rt.offload(model, optimizer, device="emulated", device_memory="120KiB")
+    runtime = memferry_rt.runtime_of(model)
+    seen = set()
+    for number in range(6):
+        next_token_loss(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number > 1:
+            seen.add((runtime.driver.registered, runtime.space.pool.peak, runtime.report().host_nbytes))
+    assert len(seen) == 1
+    memferry_rt.restore(model)
