@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Job, assert_same, offloaded, plain
-from models import Block, Decoder, next_token_loss
 from torch import nn
 
 import memferry_rt
 from memferry_allocator import EmulatedOptions, InvalidRequestError, MemFerryError
 from memferry_rt import BudgetError
+
+from .harness import Job, assert_same, offloaded, plain
+from .models import Block, Decoder, next_token_loss
 
 
 def _offload(model: nn.Module, **options: object) -> None:

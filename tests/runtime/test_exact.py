@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Job, assert_same, offloaded, plain
-from models import (
+from torch import nn
+
+from .harness import Job, assert_same, offloaded, plain
+from .models import (
     Decoder,
     checkpointed,
     checkpointed_in_groups,
@@ -16,7 +18,6 @@ from models import (
     tokens,
     twice,
 )
-from torch import nn
 
 RUNS = {
     "plain": plainly,

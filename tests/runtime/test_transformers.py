@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import Job, assert_same, offloaded, plain
 from torch import nn
 
 import memferry_rt
+
+from .harness import Job, assert_same, offloaded, plain
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from models import SEQUENCE, VOCABULARY, Decoder, next_token_loss, tokens
 from torch import nn
 
 import memferry_rt
 from memferry_allocator import InvalidRequestError, OutOfMemory
 from memferry_rt import OffloadError, UnsupportedError
+
+from .models import SEQUENCE, VOCABULARY, Decoder, next_token_loss, tokens
 
 
 class Trained:

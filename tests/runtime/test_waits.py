@@ -7,10 +7,11 @@ import traceback
 from typing import Any
 
 import pytest
-from harness import Job, Result, assert_same, offloaded, plain
-from models import Decoder, checkpointed, next_token_loss, plainly
 
 from memferry_allocator import EmulatedDriver, EmulatedOptions, Event, RaceError, Stream
+
+from .harness import Job, Result, assert_same, offloaded, plain
+from .models import Decoder, checkpointed, next_token_loss, plainly
 
 offload_module = importlib.import_module("memferry_rt.adapters.torch.offload")
 
