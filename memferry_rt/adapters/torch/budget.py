@@ -120,7 +120,7 @@ def plan_budget(
     if pool is not None:
         chosen = pool
     elif device is None:
-        chosen = total
+        chosen = min(total, wanted)
     else:
         comfortable = 2 * max(layout.weight_nbytes for layout in layouts) + _whole_ring(gradient)
         chosen = min(max(smallest, min(comfortable, total // 4)), wanted)

@@ -1,0 +1,38 @@
+"""What the test suites share: hypothesis profiles, and which tests need which hardware."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from memferry_allocator import DriverNotFoundError, open_driver
+
+pytest.register_assert_rewrite("tests.allocator.machine", "tests.allocator.contract_driver")
+
+settings.register_profile(
+    "default", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "devices(n): needs n devices of the driver under test")
+
+
+@cache
+def _no_cuda() -> str | None:
+    """Why no CUDA device can be had; a driver that is there and broken is an error, not a reason."""
+    try:
+        open_driver("cuda")
+    except DriverNotFoundError as error:
+        return str(error)
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and _no_cuda():
+        pytest.skip(f"needs a CUDA device: {_no_cuda()}")

@@ -1,0 +1,1 @@
+"""The `memferry` command and what is behind it."""

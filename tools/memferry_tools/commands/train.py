@@ -1,0 +1,72 @@
+"""``memferry train``."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from ..optional import require
+
+
+def command(
+    preset: Annotated[str, typer.Option(help="The model: tiny, llama-1b, llama-3b or llama-7b.")] = "tiny",
+    tied: Annotated[bool, typer.Option("--tied", help="Share the embedding's weight with the output's.")] = False,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Text file, or folder of text files; by default Python's own standard library."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Local Hugging Face tokenizer, file or folder; bytes by default.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda:N or emulated.")] = "auto",
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Device memory to use, e.g. 6GiB: MemFerry's pool and what torch reserves together. By default "
+            "a third of the weights on the emulated device, three quarters of what is free on a real one."
+        ),
+    ] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Refuse to take more host memory than this.")] = None,
+    pool_memory: Annotated[
+        str | None, typer.Option(help="How much of --device-memory is MemFerry's pool; found out by default.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Weights in compute: fp32 or bf16; auto takes bf16 on CUDA and fp32 elsewhere.")
+    ] = "auto",
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences at a time.  [default: the preset's]")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens in a sequence.  [default: the preset's]")] = None,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches in a step.")] = 1,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 100,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.  [default: the preset's]")] = None,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay.")] = 0.01,
+    max_grad_norm: Annotated[float, typer.Option(help="Clip gradients to this norm; 0 does not clip.")] = 1.0,
+    checkpointing: Annotated[
+        bool | None,
+        typer.Option(
+            "--checkpointing/--no-checkpointing",
+            help="Recompute each block's activations in backward.  [default: the preset's]",
+        ),
+    ] = None,
+    async_step: Annotated[
+        bool, typer.Option("--async-step/--no-async-step", help="Let the next forward begin beside the update.")
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Of the first weights and of the batches.")] = 0,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Repeat the run in plain PyTorch; exit status 1 if one bit differs."),
+    ] = False,
+    json: Annotated[str | None, typer.Option(help="Write settings, machine, samples and summary here.")] = None,
+) -> int:
+    """Train a Llama-like language model through a budget of device memory."""
+    settings = dict(locals())  # the options, by their names
+    from ..train.options import TrainOptions
+
+    options = TrainOptions.build(**settings)
+    # OpenMP threads that spin while they wait take cores from the update; it is read when torch loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    require("torch", what="training", install="'memferry-rt[torch]'")
+    from ..train.job import run
+
+    return run(options)

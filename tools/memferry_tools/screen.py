@@ -1,0 +1,71 @@
+"""What commands show: on a terminal with colour and live progress, elsewhere as plain lines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+Row = tuple[str, str]
+
+_LABEL = 11
+_LINES = 24  # of a progress that a terminal keeps; elsewhere every step is a line
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # for the command to end by, not for rich to leave the process
+
+
+class Screen:
+    """Standard output.  Without a terminal there are no control characters, whatever the environment says."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdout.isatty()
+        self._console = _Console(force_terminal=self._terminal, highlight=False)
+
+    def title(self, text: str) -> None:
+        self._print(Text(text, style="bold"))
+
+    def rows(self, rows: Sequence[Row]) -> None:
+        """Labels and what there is to say of them, one line each."""
+        for label, value in rows:
+            self._print(Text.assemble((f"  {label:<{_LABEL}}", "cyan"), value))
+
+    @contextmanager
+    def progress(self, what: str, total: int) -> Iterator[Callable[[str, str], None]]:
+        """Show how far something is.
+
+        Yields
+        ------
+        callable
+            To be called after each of `total` steps, with a line on it, and the most important of it in a few
+            words for beside the bar.
+        """
+        if not self._terminal:
+            yield lambda line, words: self._print(Text(f"  {line}"))
+            return
+        columns = (
+            TextColumn("  {task.description}"),
+            BarColumn(bar_width=12),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[words]}"),
+        )
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            task = progress.add_task(what, total=total, words="")
+            every = -(-total // _LINES)
+
+            def show(line: str, words: str) -> None:
+                progress.update(task, advance=1, words=words)
+                if progress.tasks[0].completed % every == 0:
+                    self._print(Text(f"  {line}"))
+
+            yield show
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True)

@@ -1,0 +1,62 @@
+"""The device that a run will use, found before anything is built for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from memferry_allocator import DriverError, open_device
+
+from ..errors import ToolError
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device.
+
+    Attributes
+    ----------
+    text : str
+        How `memferry_rt.offload` is told of it.
+    name : str
+    emulated : bool
+    torch_device : torch.device
+        Where torch computes: the CPU for an emulated device.
+    free : int
+        Bytes of its memory that nobody used when it was found.
+    """
+
+    text: str
+    name: str
+    emulated: bool
+    torch_device: torch.device
+    free: int
+
+
+def find_target(text: str) -> Target:
+    """The device meant by ``"auto"``, ``"cuda:N"`` or ``"emulated"``.
+
+    Raises
+    ------
+    ToolError
+        It is not there, its driver does not work, or this PyTorch cannot use it.
+    """
+    try:
+        driver, ordinal = open_device(text)
+    except DriverError as error:
+        raise ToolError(f"--device {text}: {error}") from error
+    emulated = driver.name == "emulated"
+    target = Target(
+        text=f"{driver.name}:{ordinal}",
+        name=driver.device_info(ordinal).name,
+        emulated=emulated,
+        torch_device=torch.device("cpu") if emulated else torch.device("cuda", ordinal),
+        free=driver.memory_info(ordinal).free,
+    )
+    if not emulated and not torch.cuda.is_available():
+        raise ToolError(
+            f"--device: {target.text} is a {target.name}, and PyTorch {torch.__version__} cannot use it; install "
+            "a PyTorch that is built for CUDA, or write --device emulated"
+        )
+    return target

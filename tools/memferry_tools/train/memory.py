@@ -1,0 +1,60 @@
+"""How much memory a run is given, and what to say when it was not enough."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from memferry_allocator import format_size
+from memferry_rt import Report
+
+from ..errors import ToolError
+from .device import Target
+from .recipe import Recipe
+
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB)")
+
+
+def default_device_memory(target: Target, recipe: Recipe) -> int:
+    """Bytes of device memory for a user who names none.
+
+    A third of the weights on the emulated device, so that they do have to move; three quarters of what is free
+    on a real one.
+    """
+    return recipe.weight_nbytes // 3 if target.emulated else target.free * 3 // 4
+
+
+def explain_out_of_memory(error: BaseException, target: Target, recipe: Recipe, report: Report) -> ToolError:
+    """The error for a user whose device budget holds the weights and not what torch computes with them.
+
+    Parameters
+    ----------
+    error : torch.OutOfMemoryError
+    target : Target
+    recipe : Recipe
+    report : Report
+        The runtime's, after the error.
+    """
+    reserved = 0 if target.emulated else torch.cuda.memory_reserved(target.torch_device)
+    asked = _asked_for(str(error))
+    needed = -(-(report.pool_nbytes + reserved + asked) >> 20)
+    ways = ["use a smaller --micro-batch or --seq"]
+    ways += ["--checkpointing"] * (not recipe.checkpointing)
+    ways += ["a smaller --pool-memory"] * (report.steps > 0)
+    return ToolError(
+        f"--device-memory: {format_size(report.device_memory)} is too small: MemFerry's pool has "
+        f"{format_size(report.pool_nbytes)} of it, torch had reserved {format_size(reserved)} and asked for "
+        f"{format_size(asked)} more; write --device-memory {needed}MiB or more, or {', or '.join(ways)}"
+    )
+
+
+def is_host_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch could not allocate host memory; it has no error class for that."""
+    return "DefaultCPUAllocator" in str(error)
+
+
+def _asked_for(message: str) -> int:
+    found = _ASKED.search(message)
+    return int(float(found.group(1)) * _UNITS[found.group(2)]) if found else 0

@@ -1,0 +1,140 @@
+"""Training through the runtime."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import memferry_rt
+from memferry_rt import BudgetError, Report
+
+from .data import Batches
+from .device import Target
+from .initial import FirstWeights, model_on_meta
+from .interrupts import Interrupts
+from .loop import StepResult, run_micro_batches
+from .memory import default_device_memory, explain_out_of_memory
+from .recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a run's state may lie, in bytes; None takes the default."""
+
+    target: Target
+    device_memory: int | None = None
+    host_memory: int | None = None
+    pool_memory: int | None = None
+    async_step: bool = True
+
+
+class OffloadedTraining:
+    """A model under `memferry_rt.offload`.  A context manager: at its end nothing is left registered.
+
+    Parameters
+    ----------
+    recipe : Recipe
+    batches : Batches
+    placement : Placement
+
+    Raises
+    ------
+    BudgetError
+        The memory the user allows is too little.
+    ToolError
+        It held the weights, and not what torch computes with them.
+    """
+
+    def __init__(self, recipe: Recipe, batches: Batches, placement: Placement) -> None:
+        self._recipe = recipe
+        self._batches = batches
+        self._placement = placement
+        self._interrupts = Interrupts()
+
+    def __enter__(self) -> OffloadedTraining:
+        self._interrupts.__enter__()
+        try:
+            self._build()
+        except BaseException:
+            self._interrupts.__exit__()
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self._runtime.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            raise error from failure  # what went wrong first is what the user must hear
+        finally:
+            self._interrupts.__exit__()
+            del self._model, self._optimizer, self._runtime
+            gc.collect()
+            if not self._placement.target.emulated:
+                torch.cuda.empty_cache()
+
+    def report(self) -> Report:
+        """What is where, and what was moved."""
+        self._runtime.synchronize()
+        return self._runtime.report()
+
+    def step(self, number: int) -> StepResult:
+        """See `Training`."""
+        self._interrupts.check()
+        device = self._placement.target.torch_device
+        try:
+            losses = run_micro_batches(
+                self._model, self._batches, self._recipe, number, device, self._interrupts.check
+            )
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except torch.OutOfMemoryError as error:
+            report = self._runtime.report()
+            raise explain_out_of_memory(error, self._placement.target, self._recipe, report) from error
+        report = self._runtime.report()
+        return StepResult(losses.tolist(), report.grad_norm, report.device_peak)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """See `Training`."""
+        return {name: value.clone() for name, value in self._runtime.master_parameters().items()}
+
+    def _build(self) -> None:
+        recipe, placement = self._recipe, self._placement
+        self._model = model_on_meta(recipe)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True
+        )
+        budget = placement.device_memory or default_device_memory(placement.target, recipe)
+        try:
+            self._offload(budget)
+        except BudgetError as error:
+            if placement.device_memory is not None or error.budget != "device_memory":
+                raise
+            self._offload(error.smallest)  # refused before anything was changed
+        self._runtime = memferry_rt.runtime_of(self._model)
+
+    def _offload(self, device_memory: int) -> None:
+        first = FirstWeights(self._model, self._recipe.seed)
+
+        def initialise(module: nn.Module) -> None:
+            self._interrupts.check()
+            first(module)
+
+        memferry_rt.offload(
+            self._model,
+            self._optimizer,
+            device=self._placement.target.text,
+            device_memory=device_memory,
+            host_memory=self._placement.host_memory,
+            pool_memory=self._placement.pool_memory,
+            max_grad_norm=self._recipe.max_grad_norm,
+            compute_dtype=self._recipe.dtype,
+            async_step=self._placement.async_step,
+            param_init_fn=initialise,
+        )

@@ -1,0 +1,160 @@
+"""What ``memferry train`` can be told, checked once."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from memferry_allocator import parse_size
+
+from ..errors import ToolError
+from .presets import find_preset
+from .recipe import Recipe
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_DEVICE = re.compile(r"auto|cuda(:\d+)?|emulated(:\d+)?")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Settings of one run of ``memferry train``.  Sizes are bytes; None leaves a choice to the run.
+
+    Attributes
+    ----------
+    preset : str
+        Name of the model.
+    recipe : Recipe
+        What is trained, as far as the options decide it: `settle` has the rest.
+    dtype : str
+        ``"auto"``, ``"fp32"`` or ``"bf16"``.
+    data, tokenizer, json : Path or None
+    device : str
+        ``"auto"``, ``"cuda:N"`` or ``"emulated"``.
+    device_memory, host_memory, pool_memory : int or None
+    async_step, verify : bool
+    """
+
+    preset: str
+    recipe: Recipe
+    dtype: str
+    data: Path | None
+    tokenizer: Path | None
+    device: str
+    device_memory: int | None
+    host_memory: int | None
+    pool_memory: int | None
+    async_step: bool
+    verify: bool
+    json: Path | None
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        preset: str = "tiny",
+        tied: bool = False,
+        data: str | None = None,
+        tokenizer: str | None = None,
+        device: str = "auto",
+        device_memory: str | None = None,
+        host_memory: str | None = None,
+        pool_memory: str | None = None,
+        dtype: str = "auto",
+        micro_batch: int | None = None,
+        seq: int | None = None,
+        accumulate: int = 1,
+        steps: int = 100,
+        lr: float | None = None,
+        weight_decay: float = 0.01,
+        max_grad_norm: float = 1.0,
+        checkpointing: bool | None = None,
+        async_step: bool = True,
+        seed: int = 0,
+        verify: bool = False,
+        json: str | None = None,
+    ) -> TrainOptions:
+        """Options from what a user writes.
+
+        Raises
+        ------
+        ToolError, InvalidRequestError
+            Something that makes no sense; the message begins with the option's name.
+        """
+        known = find_preset(preset)
+        if _DEVICE.fullmatch(device) is None:
+            raise ToolError(f"--device: {device!r} is none; write auto, cuda:0 or emulated")
+        if dtype not in ("auto", *DTYPES):
+            raise ToolError(f"--dtype: {dtype!r} is not known; write auto, {' or '.join(DTYPES)}")
+        recipe = Recipe(
+            shape=replace(known.shape, tied=tied),
+            checkpointing=known.checkpointing if checkpointing is None else checkpointing,
+            dtype=DTYPES.get(dtype, "float32"),
+            micro_batch=_at_least(1, micro_batch, known.micro_batch, "--micro-batch"),
+            seq=_at_least(1, seq, known.seq, "--seq"),
+            accumulate=_at_least(1, accumulate, 1, "--accumulate"),
+            steps=_at_least(1, steps, 1, "--steps"),
+            lr=_positive(known.lr if lr is None else lr, "--lr"),
+            weight_decay=_finite(weight_decay, "--weight-decay"),
+            max_grad_norm=_finite(max_grad_norm, "--max-grad-norm") or None,
+            seed=_at_least(0, seed, 0, "--seed"),
+        )
+        return cls(
+            preset=preset,
+            recipe=recipe,
+            dtype=dtype,
+            data=_path(data, "--data"),
+            tokenizer=_path(tokenizer, "--tokenizer"),
+            device=device,
+            device_memory=_size(device_memory, "--device-memory"),
+            host_memory=_size(host_memory, "--host-memory"),
+            pool_memory=_size(pool_memory, "--pool-memory"),
+            async_step=async_step,
+            verify=verify,
+            json=_path(json, "--json"),
+        )
+
+    def settle(self, *, emulated: bool, vocabulary: int) -> Recipe:
+        """The recipe, once the device and the data are known.
+
+        Parameters
+        ----------
+        emulated : bool
+            Whether the device is; it computes on the CPU, where bf16 is many times slower than fp32.
+        vocabulary : int
+            Tokens that occur in the data; the model's vocabulary becomes at least as large.
+        """
+        recipe = self.recipe
+        dtype = ("float32" if emulated else "bfloat16") if self.dtype == "auto" else recipe.dtype
+        shape = replace(recipe.shape, vocabulary=max(recipe.shape.vocabulary, vocabulary))
+        return replace(recipe, dtype=dtype, shape=shape)
+
+
+def _size(text: str | None, name: str) -> int | None:
+    return None if text is None else parse_size(text, name=name)
+
+
+def _path(text: str | None, name: str) -> Path | None:
+    if text == "":
+        raise ToolError(f"{name}: the name is empty; leave the option out, or name a file")
+    return None if text is None else Path(text)
+
+
+def _at_least(least: int, number: int | None, default: int, name: str) -> int:
+    number = default if number is None else number
+    if number < least:
+        raise ToolError(f"{name}: {number} is less than {least}, the smallest that makes sense")
+    return number
+
+
+def _finite(number: float, name: str) -> float:
+    if not (math.isfinite(number) and number >= 0):
+        raise ToolError(f"{name}: {number} is not a number from 0 up")
+    return number
+
+
+def _positive(number: float, name: str) -> float:
+    if _finite(number, name) == 0:
+        raise ToolError(f"{name}: it must be more than 0")
+    return number

@@ -1,0 +1,51 @@
+"""What is trained and how: everything that decides the result, whoever does the training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .presets import ModelShape
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training run, without where it runs.
+
+    Attributes
+    ----------
+    shape : ModelShape
+    checkpointing : bool
+        Whether blocks recompute their activations in backward.
+    dtype : str
+        Dtype of weights and gradients in forward and backward, as torch names it.  Master weights and moments
+        are fp32.
+    micro_batch, seq, accumulate, steps : int
+        Sequences in a micro-batch, tokens in a sequence, micro-batches in a step, steps.
+    lr, weight_decay : float
+        Settings of AdamW.
+    max_grad_norm : float or None
+        Norm to which gradients are clipped.
+    seed : int
+        Decides the first weights and the batches.
+    """
+
+    shape: ModelShape
+    checkpointing: bool
+    dtype: str
+    micro_batch: int
+    seq: int
+    accumulate: int
+    steps: int
+    lr: float
+    weight_decay: float
+    max_grad_norm: float | None
+    seed: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.micro_batch * self.seq * self.accumulate
+
+    @property
+    def weight_nbytes(self) -> int:
+        """Bytes of the weights in the compute dtype."""
+        return self.shape.parameters * (4 if self.dtype == "float32" else 2)

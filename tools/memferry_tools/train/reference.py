@@ -1,0 +1,86 @@
+"""The same training in plain PyTorch.  Nothing of the runtime is imported, so that it can be its judge.
+
+Forward and backward run by plain autograd where the runtime has them run too.  The update is
+``torch.optim.AdamW(fused=True)`` on the CPU over fp32 masters, and the weights are the masters, rounded.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .data import Batches
+from .initial import model_on_cpu
+from .loop import StepResult, run_micro_batches
+from .recipe import Recipe
+
+
+class PlainTraining:
+    """A model trained by PyTorch alone, with all of it where the weights are used.
+
+    Parameters
+    ----------
+    recipe : Recipe
+    batches : Batches
+    device : torch.device
+        Where to compute.
+    """
+
+    def __init__(self, recipe: Recipe, batches: Batches, device: torch.device) -> None:
+        self._recipe = recipe
+        self._batches = batches
+        self._device = device
+        self._model = model_on_cpu(recipe)
+        self._weights = dict(self._model.named_parameters())
+        self._masters = self._weights
+        dtype: torch.dtype = getattr(torch, recipe.dtype)
+        if device.type != "cpu" or dtype != torch.float32:
+            self._masters = {name: torch.nn.Parameter(weight.detach()) for name, weight in self._weights.items()}
+            self._model.to(device=device, dtype=dtype)
+        self._optimizer = torch.optim.AdamW(
+            self._masters.values(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True
+        )
+
+    def step(self, number: int) -> StepResult:
+        """See `Training`."""
+        losses = run_micro_batches(self._model, self._batches, self._recipe, number, self._device, lambda: None)
+        norm = self._gradient_norm()
+        if math.isfinite(norm):
+            self._update(self._scale(norm))
+        for weight in self._weights.values():
+            weight.grad = None
+        return StepResult(losses.tolist(), norm, None)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """See `Training`.  Not copies: the training is over."""
+        return {name: master.detach() for name, master in self._masters.items()}
+
+    def _gradient_norm(self) -> float:
+        """fp64 2-norms of the parameters' gradients, their squares added in the parameters' order."""
+        total = 0.0
+        for weight in self._weights.values():
+            if weight.grad is not None:
+                norm = float(torch._foreach_norm([weight.grad], 2, dtype=torch.float64)[0])
+                total += norm * norm
+        return math.sqrt(total)
+
+    def _scale(self, norm: float) -> float:
+        if self._recipe.max_grad_norm is None:
+            return 1.0
+        return min(1.0, self._recipe.max_grad_norm / (norm + 1e-6))
+
+    @torch.no_grad()
+    def _update(self, scale: float) -> None:
+        for name, weight in self._weights.items():
+            master = self._masters[name]
+            if weight.grad is None:
+                master.grad = None
+                continue
+            master.grad = weight.grad.to(device="cpu", dtype=torch.float32)
+            if scale != 1.0:
+                master.grad.mul_(scale)
+        self._optimizer.step()
+        if self._masters is not self._weights:
+            for name, weight in self._weights.items():
+                weight.copy_(self._masters[name])

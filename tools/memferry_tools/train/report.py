@@ -1,0 +1,128 @@
+"""What a run says of itself, as text."""
+
+from __future__ import annotations
+
+from memferry_allocator import format_size
+from memferry_rt import Report
+
+from ..screen import Row
+from .device import Target
+from .loop import Run, Sample
+from .options import TrainOptions
+from .recipe import Recipe
+from .tokens import Tokens
+from .verify import Comparison
+
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+def plan_rows(options: TrainOptions, recipe: Recipe, tokens: Tokens, target: Target) -> list[Row]:
+    """What a run will do."""
+    shape = recipe.shape
+    clipping = "not clipped" if recipe.max_grad_norm is None else f"clipped to norm {recipe.max_grad_norm:g}"
+    tying = "tied" if shape.tied else "untied"
+    return [
+        (
+            "model",
+            f"{options.preset}: {shape.parameters:,} parameters; {shape.layers} blocks, hidden {shape.hidden}, "
+            f"feed-forward {shape.ffn}, {shape.heads} heads, vocabulary {shape.vocabulary}, {tying}",
+        ),
+        ("text", f"{tokens.source}: {len(tokens.ids):,} tokens"),
+        (
+            "steps",
+            f"{recipe.steps} of {recipe.accumulate} x {recipe.micro_batch} x {recipe.seq} tokens, activations "
+            + ("recomputed in backward" if recipe.checkpointing else "kept"),
+        ),
+        (
+            "optimizer",
+            f"AdamW, lr {recipe.lr:g}, weight decay {recipe.weight_decay:g}, gradients {clipping}",
+        ),
+        ("device", _device_text(target)),
+    ]
+
+
+def placement_rows(report: Report, recipe: Recipe) -> list[Row]:
+    """What is where, once it is there."""
+    weights = report.parameters * (4 if recipe.dtype == "float32" else 2)
+    state = report.host_nbytes - 2 * weights
+    share = report.device_memory / weights
+    return [
+        (
+            "budget",
+            f"{format_size(report.device_memory)} of device memory, {share:.0%} of the weights: pool "
+            f"{format_size(report.pool_nbytes)}, of which {format_size(report.ring_nbytes)} is the gradient ring",
+        ),
+        (
+            "host",
+            f"{format_size(report.host_nbytes)}: {_DTYPES[recipe.dtype]} weights {format_size(weights)}, "
+            f"gradients {format_size(weights)}, fp32 optimizer state {format_size(state)}; "
+            f"{report.host_nbytes / report.parameters:.1f} bytes a parameter",
+        ),
+        ("layers", f"{report.layers}, each moved as one piece"),
+    ]
+
+
+def step_text(sample: Sample, steps: int) -> str:
+    """One step."""
+    norm = "" if sample.grad_norm is None else f"  gradient norm {sample.grad_norm:8.4f}"
+    memory = "" if sample.device_peak_bytes is None else f"  device {format_size(sample.device_peak_bytes)}"
+    return (
+        f"step {sample.step:>{len(str(steps))}}/{steps}  loss {sample.loss:.4f}{norm}"
+        f"  {sample.tokens_per_second:,.0f} tokens/s{memory}"
+    )
+
+
+def step_words(sample: Sample) -> str:
+    """The most important of a step, in at most 40 characters."""
+    memory = "" if sample.device_peak_bytes is None else f" {format_size(sample.device_peak_bytes)}"
+    return f"loss {sample.loss:.3f} {sample.tokens_per_second:,.0f} tokens/s{memory}"
+
+
+def summary_rows(run: Run, report: Report, recipe: Recipe, target: Target) -> list[Row]:
+    """What came of a run."""
+    first, last = run.samples[0], run.samples[-1]
+    counted = len(run.samples) - run.warm_up
+    rows = [
+        ("loss", f"{first.loss:.4f} -> {last.loss:.4f} in {len(run.samples)} steps"),
+        (
+            "iteration",
+            f"{run.iteration_s:.3f} s, median of {counted} after {run.warm_up} to warm up; "
+            f"{recipe.tokens_per_step / run.iteration_s:,.0f} tokens/s"
+            + (" on the CPU of this machine" if target.emulated else ""),
+        ),
+        (
+            "device",
+            f"at most {format_size(report.device_peak)} of the {format_size(report.device_memory)} budget in use",
+        ),
+        (
+            "moved",
+            f"{format_size(report.host_to_device_nbytes)} to the device, "
+            f"{format_size(report.device_to_host_nbytes)} back",
+        ),
+    ]
+    if report.skipped_steps:
+        rows.append(("skipped", f"{report.skipped_steps} steps: their gradient norm was not finite"))
+    return rows
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """What a comparison with plain PyTorch found."""
+    compared = (
+        f"{comparison.losses} losses of {comparison.steps} steps and {comparison.parameters} parameters of "
+        f"{comparison.values:,} values"
+    )
+    if comparison.identical:
+        return f"identical to the bit with plain PyTorch: {compared}"
+    return (
+        f"NOT identical with plain PyTorch: first in {comparison.first_difference}; largest difference "
+        f"{comparison.max_abs_difference:g}; compared were {compared}"
+    )
+
+
+def _device_text(target: Target) -> str:
+    if target.emulated:
+        return (
+            f"{target.text}, EMULATED in host memory: what moves where is real, times are those of the CPU, on "
+            "which torch computes"
+        )
+    return f"{target.text}, {target.name}"

@@ -1,0 +1,124 @@
+"""A run's results as JSON: settings, machine, every sample, and a summary."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memferry_rt import Report
+
+from ..errors import ToolError
+from ..machine import describe_machine
+from ..version import version
+from .device import Target
+from .loop import Run
+from .options import TrainOptions
+from .recipe import Recipe
+from .tokens import Tokens
+from .verify import Comparison
+
+SCHEMA = "memferry.train"
+SCHEMA_VERSION = 1
+
+
+def check_writable(path: Path | None) -> None:
+    """Find out whether a result can be written, before time is spent on it.
+
+    Raises
+    ------
+    ToolError
+        It cannot.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ToolError(f"--json: {path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise ToolError(f"--json: there is no folder {path.parent}; make it first")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ToolError(f"--json: {path.parent} cannot be written to: {error.strerror}") from None
+
+
+def results(
+    options: TrainOptions,
+    recipe: Recipe,
+    tokens: Tokens,
+    target: Target,
+    run: Run,
+    report: Report,
+    comparison: Comparison | None,
+) -> dict[str, Any]:
+    """Everything there is to keep of a run.  Seconds, bytes and tokens are numbers; NaN and infinity are null."""
+    cuda = not target.emulated
+    return {
+        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        "memferry": version(),
+        "settings": {
+            "preset": options.preset,
+            "data": tokens.source,
+            "data_tokens": len(tokens.ids),
+            "device": target.text,
+            "device_memory": report.device_memory,
+            "host_memory": options.host_memory,
+            "pool_memory": options.pool_memory,
+            "async_step": options.async_step,
+            "verify": options.verify,
+            "parameters": recipe.shape.parameters,
+            **dataclasses.asdict(recipe),
+        },
+        "machine": {
+            **describe_machine(),
+            "device": target.name,
+            "emulated": target.emulated,
+            "torch": torch.__version__,
+            "torch_cuda": torch.version.cuda if cuda else None,
+            "torch_threads": torch.get_num_threads(),
+        },
+        "samples": [dataclasses.asdict(sample) for sample in run.samples],
+        "summary": {
+            "iteration_s": run.iteration_s,
+            "warm_up_steps": run.warm_up,
+            "tokens_per_second": recipe.tokens_per_step / run.iteration_s,
+            "device_peak_bytes": report.device_peak,
+            "loss_first": run.samples[0].loss,
+            "loss_last": run.samples[-1].loss,
+            "verify": None if comparison is None else dataclasses.asdict(comparison),
+        },
+        "report": dataclasses.asdict(report),
+    }
+
+
+def write_results(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON whole or not at all.
+
+    Raises
+    ------
+    ToolError
+        It could not be written; what was there before still is.
+    """
+    text = json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ToolError(f"--json: {path} could not be written: {error.strerror}") from None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
