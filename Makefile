@@ -28,7 +28,7 @@ lint: $(READY)
 bench:  ## needs a CUDA device
 	$(RUN)python benchmarks/first_light.py
 
-$(READY): requirements-dev.txt pyproject.toml
+$(READY): requirements-dev.txt pyproject.toml setup.py $(wildcard memferry_rt/native/*.[ch]) memferry_rt/native/build.py
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)python -m pip install --quiet --upgrade pip
 	$(RUN)python -m pip install --quiet -r requirements-dev.txt

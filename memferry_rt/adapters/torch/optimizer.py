@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from ...errors import UnsupportedError
-from .adamw import AdamSettings
+from ...native import AdamSettings
 from .layer import LayerState
 
 STATE_KEYS = frozenset({"step", "exp_avg", "exp_avg_sq"})

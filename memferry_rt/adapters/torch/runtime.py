@@ -25,11 +25,11 @@ from memferry_transport import TransferEngine
 from ...cache import LayerCache
 from ...errors import OffloadError, UnsupportedError
 from ...layout import LayerLayout
+from ...native import AdamSettings
 from ...options import OffloadOptions
 from ...staging import StagingRing
 from ...trace import AccessTrace
 from ...updates import UpdateQueue
-from .adamw import AdamSettings, LayerUpdate, single_threaded
 from .budget import Budget
 from .convert import Materialiser, move_in
 from .cut import Cut, find_owners
@@ -37,9 +37,12 @@ from .forward import ForwardScopes, scope_of
 from .gradients import GradientFlow, GradientSlot
 from .guards import ModelGuards
 from .layer import DeviceViews, Geometry, LayerState, ViewKey
+from .native_adam import trusted_kernel
 from .optimizer import OptimizerPatch
 from .saved import SavedWeights
 from .tensors import TensorFactory
+from .torch_adam import single_threaded
+from .update import LayerUpdate
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ class Runtime:
         self._build_updates()
 
     def _build_updates(self) -> None:
-        group_of = self.patch.group_of()
+        group_of, kernel = self.patch.group_of(), trusted_kernel()
         self._updates: dict[LayerState, LayerUpdate] = {}
         for layer in self.layers:
             groups = {
@@ -171,7 +174,7 @@ class Runtime:
                 if layer.layout.slots[index].spec.updated
             }
             if groups:
-                self._updates[layer] = LayerUpdate(layer, groups)
+                self._updates[layer] = LayerUpdate(layer, groups, kernel)
 
     def _new_ring(self) -> None:
         self.ring = StagingRing(self.space.pool, self.budget.ring, self.stream()) if self.budget.ring else None

@@ -1,0 +1,3 @@
+from setuptools import setup
+
+setup(cffi_modules=["memferry_rt/native/build.py:builder"])
