@@ -10,6 +10,7 @@ from memferry_allocator import format_size
 from memferry_rt import Report
 
 from ..errors import ToolError
+from .activations import torch_memory
 from .device import Target
 from .recipe import Recipe
 
@@ -39,14 +40,15 @@ def explain_out_of_memory(error: BaseException, target: Target, recipe: Recipe, 
     """
     reserved = 0 if target.emulated else torch.cuda.memory_reserved(target.torch_device)
     asked = _asked_for(str(error))
-    needed = -(-(report.pool_nbytes + reserved + asked) >> 20)
+    smallest = report.pool_nbytes + max(reserved + asked, torch_memory(recipe))
     ways = ["use a smaller --micro-batch or --seq"]
     ways += ["--checkpointing"] * (not recipe.checkpointing)
     ways += ["a smaller --pool-memory"] * (report.steps > 0)
     return ToolError(
         f"--device-memory: {format_size(report.device_memory)} is too small: MemFerry's pool has "
         f"{format_size(report.pool_nbytes)} of it, torch had reserved {format_size(reserved)} and asked for "
-        f"{format_size(asked)} more; write --device-memory {needed}MiB or more, or {', or '.join(ways)}"
+        f"{format_size(asked)} more; the smallest that works is about {-(-smallest >> 20)}MiB; write that, or "
+        f"{', or '.join(ways)}"
     )
 
 

@@ -1,0 +1,268 @@
+"""On a real device: bit for bit as plain PyTorch there, within the budget, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import memferry_rt
+from memferry_allocator import open_driver
+
+from ..runtime.models import (
+    SEQUENCE,
+    Decoder,
+    checkpointed,
+    checkpointed_in_groups,
+    plainly,
+    skipping,
+    tokens,
+    twice,
+)
+
+pytestmark = pytest.mark.gpu
+MIB = 1 << 20
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+    batch = tokens(number).cuda()
+    return F.cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def plain(
+    build: Callable[[], nn.Module], dtype: torch.dtype, steps: int, accumulate: int, clip: float
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = build().to(dtype)
+    masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in model.named_parameters()}
+    model.cuda()
+    optimizer = torch.optim.AdamW(masters.values(), lr=1e-2, fused=True)
+    losses = []
+    torch.manual_seed(7)
+    for number in range(steps):
+        for micro in range(accumulate):
+            loss = loss_of(model, number * accumulate + micro)
+            (loss / accumulate).backward()
+            losses.append(loss.item())
+        weights = dict(model.named_parameters())
+        total = 0.0
+        for weight in weights.values():
+            if weight.grad is not None:
+                norm = float(torch._foreach_norm([weight.grad], 2, dtype=torch.float64)[0])
+                total += norm * norm
+        scale = min(1.0, clip / (math.sqrt(total) + 1e-6))
+        for name, weight in weights.items():
+            masters[name].grad = None if weight.grad is None else weight.grad.float().cpu()
+            if weight.grad is not None and scale != 1.0:
+                masters[name].grad.mul_(scale)
+            weight.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(masters[name])
+    return losses, {name: master.detach() for name, master in masters.items()}
+
+
+def offloaded(
+    build: Callable[[], nn.Module],
+    dtype: torch.dtype,
+    steps: int,
+    accumulate: int,
+    clip: float,
+    *,
+    share: float = 0.4,
+    **options: Any,
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = build().to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    memferry_rt.offload(
+        model,
+        optimizer,
+        device="cuda:0",
+        device_memory=256 * MIB,
+        pool_memory=int(weights * share),
+        max_grad_norm=clip,
+        **options,
+    )
+    losses = []
+    torch.manual_seed(7)
+    for number in range(steps):
+        for micro in range(accumulate):
+            loss = loss_of(model, number * accumulate + micro)
+            (loss / accumulate).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    runtime = memferry_rt.runtime_of(model)
+    values = {name: value.clone() for name, value in runtime.master_parameters().items()}
+    report = runtime.report()
+    assert report.device_peak <= report.device_memory
+    memferry_rt.restore(model)
+    assert all(p.device.type == "cpu" for p in model.parameters())
+    return losses, values
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    "run",
+    [plainly, checkpointed(False), checkpointed(True), checkpointed_in_groups(False), skipping, twice],
+    ids=["plain", "checkpoint", "reentrant", "groups", "skipping", "twice"],
+)
+def test_bit_for_bit(run: Any, accumulate: int, dtype: torch.dtype) -> None:
+    settings = (lambda: Decoder(run, width=64), dtype, 8, accumulate, 1.0)
+    for async_step in (False, True):
+        losses, values = offloaded(*settings, async_step=async_step)
+        expected_losses, expected = plain(*settings)
+        assert losses == expected_losses
+        for name, value in expected.items():
+            assert torch.equal(value, values[name]), name
+
+
+def test_tied_weights_and_dropout_on_larger_layers() -> None:
+    settings = (
+        lambda: Decoder(checkpointed(False), tied=True, dropout=0.1, width=512),
+        torch.bfloat16,
+        6,
+        1,
+        1.0,
+    )
+    losses, values = offloaded(*settings, async_step=True)
+    expected_losses, expected = plain(*settings)
+    assert losses == expected_losses
+    assert all(torch.equal(value, values[name]) for name, value in expected.items())
+
+
+def test_many_steps_without_waiting_for_any() -> None:
+    """The host runs ahead of the device as far as it can; a missing wait shows as wrong bits."""
+    settings = (lambda: Decoder(width=512, layers=10), torch.bfloat16, 60, 1, 1.0)
+    losses, values = offloaded(*settings, share=0.35, async_step=True)
+    expected_losses, expected = plain(*settings)
+    assert losses == expected_losses
+    assert all(torch.equal(value, values[name]) for name, value in expected.items())
+
+
+def test_on_a_stream_of_the_user() -> None:
+    settings = (lambda: Decoder(width=256), torch.bfloat16, 6, 2, 1.0)
+    expected_losses, expected = plain(*settings)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        losses, values = offloaded(*settings)
+    assert losses == expected_losses
+    assert all(torch.equal(value, values[name]) for name, value in expected.items())
+
+
+def test_gradients_and_clipping_by_the_user() -> None:
+    torch.manual_seed(0)
+    reference = Decoder(width=64).cuda()
+    model = Decoder(width=64)
+    model.load_state_dict(reference.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    memferry_rt.offload(model, optimizer, device="cuda:0", device_memory=128 * MIB, pool_memory=MIB)
+    for one in (reference, model):
+        loss_of(one, 0).backward()
+    for one, other in zip(reference.parameters(), model.parameters(), strict=True):
+        assert other.grad.is_cuda
+        assert torch.equal(one.grad, other.grad)
+    norms = [float(torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)) for one in (reference, model)]
+    assert norms[0] == norms[1]
+    for one, other in zip(reference.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    optimizer.step()
+    memferry_rt.restore(model)
+
+
+def test_grad_scaler() -> None:
+    model = Decoder(width=64).half()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    memferry_rt.offload(model, optimizer, device="cuda:0", device_memory=128 * MIB, pool_memory=MIB)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    before = {name: value.clone() for name, value in memferry_rt.runtime_of(model).master_parameters().items()}
+    for number in range(3):
+        scaler.scale(loss_of(model, number)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    runtime = memferry_rt.runtime_of(model)
+    after = runtime.master_parameters()
+    assert all(not torch.equal(value, after[name]) for name, value in before.items())
+    assert 0 < runtime.grad_norm < 100
+    memferry_rt.restore(model)
+
+
+def test_state_dict_load_and_generate_between_steps() -> None:
+    model = Decoder(width=64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    memferry_rt.offload(model, optimizer, device="cuda:0", device_memory=128 * MIB, pool_memory=256 << 10)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    state = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+    fresh = Decoder(width=64).cuda()
+    fresh.load_state_dict(state)
+    ids = tokens(3).cuda()[:, :SEQUENCE]
+    with torch.inference_mode():
+        assert torch.equal(fresh(ids), model(ids))
+    torch.manual_seed(9)
+    other = Decoder(width=64).state_dict()
+    model.load_state_dict(other)
+    fresh.load_state_dict(other)
+    with torch.no_grad():
+        assert torch.equal(fresh(ids), model(ids))
+    memferry_rt.restore(model)
+
+
+def test_torch_is_capped_and_the_pool_grows_into_what_is_left() -> None:
+    model = Decoder(width=1024, layers=8).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    total = 300 * MIB
+    memferry_rt.offload(model, optimizer, device="cuda:0", device_memory=total)
+    runtime = memferry_rt.runtime_of(model)
+    first = runtime.report().pool_nbytes
+    for number in range(3):
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = runtime.report()
+    assert report.pool_nbytes > first
+    assert report.device_peak <= total
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(total, dtype=torch.uint8, device="cuda")
+    memferry_rt.restore(model)
+    torch.empty(total, dtype=torch.uint8, device="cuda")
+
+
+def test_everything_is_given_back() -> None:
+    driver = open_driver("cuda")
+    torch.zeros(1, device="cuda")
+    gc.collect()
+    torch.cuda.empty_cache()
+    free = driver.memory_info(0).free
+    for _ in range(3):
+        model = Decoder(width=512)
+        optimizer = torch.optim.AdamW(model.parameters())
+        memferry_rt.offload(model, optimizer, device="cuda:0", device_memory=256 * MIB, pool_memory=64 * MIB)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        memferry_rt.restore(model)
+        del model, optimizer
+        gc.collect()
+        torch.cuda.empty_cache()
+    assert driver.memory_info(0).free >= free - 8 * MIB
