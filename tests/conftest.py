@@ -15,7 +15,7 @@ pytest.register_assert_rewrite("tests.allocator.machine", "tests.allocator.contr
 settings.register_profile(
     "default", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
-settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000)
+settings.register_profile("thorough", settings.get_profile("default"), max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

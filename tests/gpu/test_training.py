@@ -121,6 +121,19 @@ def offloaded(
     return losses, values
 
 
+def assert_same(
+    one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[list[float], dict[str, torch.Tensor]]
+) -> None:
+    differing = {
+        name: f"{int((value != other[1][name]).sum())} of {value.numel()}"
+        for name, value in one[1].items()
+        if not torch.equal(value, other[1][name])
+    }
+    steps = [step for step, pair in enumerate(zip(one[0], other[0], strict=True)) if pair[0] != pair[1]]
+    assert not differing, (steps, differing)
+    assert not steps
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
@@ -130,12 +143,9 @@ def offloaded(
 )
 def test_bit_for_bit(run: Any, accumulate: int, dtype: torch.dtype) -> None:
     settings = (lambda: Decoder(run, width=64), dtype, 8, accumulate, 1.0)
+    expected = plain(*settings)
     for async_step in (False, True):
-        losses, values = offloaded(*settings, async_step=async_step)
-        expected_losses, expected = plain(*settings)
-        assert losses == expected_losses
-        for name, value in expected.items():
-            assert torch.equal(value, values[name]), name
+        assert_same(expected, offloaded(*settings, async_step=async_step))
 
 
 def test_tied_weights_and_dropout_on_larger_layers() -> None:
@@ -146,28 +156,20 @@ def test_tied_weights_and_dropout_on_larger_layers() -> None:
         1,
         1.0,
     )
-    losses, values = offloaded(*settings, async_step=True)
-    expected_losses, expected = plain(*settings)
-    assert losses == expected_losses
-    assert all(torch.equal(value, values[name]) for name, value in expected.items())
+    assert_same(plain(*settings), offloaded(*settings, async_step=True))
 
 
 def test_many_steps_without_waiting_for_any() -> None:
     """The host runs ahead of the device as far as it can; a missing wait shows as wrong bits."""
     settings = (lambda: Decoder(width=512, layers=10), torch.bfloat16, 60, 1, 1.0)
-    losses, values = offloaded(*settings, share=0.35, async_step=True)
-    expected_losses, expected = plain(*settings)
-    assert losses == expected_losses
-    assert all(torch.equal(value, values[name]) for name, value in expected.items())
+    assert_same(plain(*settings), offloaded(*settings, share=0.35, async_step=True))
 
 
 def test_on_a_stream_of_the_user() -> None:
     settings = (lambda: Decoder(width=256), torch.bfloat16, 6, 2, 1.0)
-    expected_losses, expected = plain(*settings)
+    expected = plain(*settings)
     with torch.cuda.stream(torch.cuda.Stream()):
-        losses, values = offloaded(*settings)
-    assert losses == expected_losses
-    assert all(torch.equal(value, values[name]) for name, value in expected.items())
+        assert_same(expected, offloaded(*settings))
 
 
 def test_gradients_and_clipping_by_the_user() -> None:
@@ -176,7 +178,7 @@ def test_gradients_and_clipping_by_the_user() -> None:
     model = Decoder(width=64)
     model.load_state_dict(reference.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    memferry_rt.offload(model, optimizer, device="cuda:0", device_memory=128 * MIB, pool_memory=MIB)
+    memferry_rt.offload(model, optimizer, device="cuda:0", device_memory=256 * MIB, pool_memory=MIB)
     for one in (reference, model):
         loss_of(one, 0).backward()
     for one, other in zip(reference.parameters(), model.parameters(), strict=True):
@@ -191,13 +193,15 @@ def test_gradients_and_clipping_by_the_user() -> None:
 
 
 def test_grad_scaler() -> None:
-    model = Decoder(width=64).half()
+    model = Decoder(width=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    memferry_rt.offload(model, optimizer, device="cuda:0", device_memory=128 * MIB, pool_memory=MIB)
+    memferry_rt.offload(model, optimizer, device="cuda:0", device_memory=256 * MIB, pool_memory=MIB)
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
     before = {name: value.clone() for name, value in memferry_rt.runtime_of(model).master_parameters().items()}
     for number in range(3):
-        scaler.scale(loss_of(model, number)).backward()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = loss_of(model, number)
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -211,7 +215,7 @@ def test_grad_scaler() -> None:
 def test_state_dict_load_and_generate_between_steps() -> None:
     model = Decoder(width=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    memferry_rt.offload(model, optimizer, device="cuda:0", device_memory=128 * MIB, pool_memory=256 << 10)
+    memferry_rt.offload(model, optimizer, device="cuda:0", device_memory=256 * MIB, pool_memory=256 << 10)
     loss_of(model, 0).backward()
     optimizer.step()
     state = {name: value.cpu().clone() for name, value in model.state_dict().items()}

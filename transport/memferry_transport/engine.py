@@ -56,6 +56,9 @@ class TransferEngine:
         ------
         InvalidTransferError
             Sizes differ, or host pages are not registered; nothing was copied.
+        DriverError, RaceError
+            The driver refused a piece.  Pieces before it may be under way; what `stream` gets later comes
+            after them, so that both ranges may be used again in its order.
         """
         return self.copy_regions([(dst, src)], direction, stream=stream)
 
@@ -64,18 +67,22 @@ class TransferEngine:
     ) -> Transfer:
         """Copy many ``(dst, src)`` regions as one transfer.  Parameters and errors as for `copy`."""
         require_stream(stream, self.device)
+        if not isinstance(direction, Direction):
+            raise InvalidTransferError(f"copy: {direction!r} is not a Direction")
         pieces = [piece for dst, src in regions for piece in self._pieces(dst, src, direction)]
         lane = self._lanes[direction]
+        nbytes = sum(size for _, _, size in pieces)
         with self._lock:
             if stream is not lane:
                 lane.wait(stream.record())
-            for to, of, nbytes in pieces:
-                self.driver.copy(to, of, nbytes, stream=lane)
-            event = lane.record()
-            nbytes = sum(size for _, _, size in pieces)
+            try:
+                for to, of, size in pieces:
+                    self.driver.copy(to, of, size, stream=lane)
+            finally:
+                event = lane.record()
+                if stream is not lane:
+                    stream.wait(event)
             self._moved[direction] += nbytes
-        if stream is not lane:
-            stream.wait(event)
         return Transfer(direction, nbytes, len(pieces), event)
 
     def close(self) -> None:

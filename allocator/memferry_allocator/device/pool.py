@@ -207,8 +207,9 @@ class DevicePool:
 
 
 def _free_quietly(driver: Driver, device: int, base: int) -> None:
-    """Free the slab of a pool that nobody closed; a finaliser has nobody to tell."""
+    """Free the slab of a pool that nobody closed, once its work is done; a finaliser has nobody to tell."""
     with contextlib.suppress(AllocatorError):
+        driver.synchronize_all()
         driver.free(device, base)
 
 

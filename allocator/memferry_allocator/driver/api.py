@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 from ..errors import InvalidRequestError
 
@@ -57,8 +58,7 @@ class Stream:
     handle: Any
     owned: bool
     recording: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
-
-    _aware: dict[Stream, int] = field(default_factory=dict, init=False, repr=False)
+    _aware: WeakKeyDictionary[Stream, int] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
 
     def wait(self, event: Event) -> None:
         """Order everything enqueued here from now on after what `event` has recorded.
@@ -66,7 +66,7 @@ class Stream:
         What is ordered already costs nothing: an event of this very stream, or one of a stream for whose
         later event this one has waited before.
         """
-        origin, number = event.stream, event.sequence
+        origin, number = event.recorded
         if origin is self or (origin is not None and self._aware.get(origin, 0) >= number):
             return
         self.driver.stream_wait(self, event)
@@ -98,20 +98,24 @@ class Stream:
 class Event:
     """A point in a stream's order.  Its driver handle goes back to the driver when this object dies.
 
-    `stream` is where it was recorded last, and `sequence` grows with every recording in this process: of two
-    events of one stream, the one with the larger number covers the other.
+    `recorded` is the stream on which it was recorded last, and the number of that recording, which grows with
+    every one in this process: of two events of one stream, the one with the larger number covers the other.
     """
 
     driver: Driver
     device: int
     handle: Any
     timing: bool
-    stream: Stream | None = None
-    sequence: int = 0
+    recorded: tuple[Stream | None, int] = (None, 0)
+
+    @property
+    def sequence(self) -> int:
+        """The number of its last recording."""
+        return self.recorded[1]
 
     def recorded_on(self, stream: Stream) -> None:
-        """Note a recording; for drivers."""
-        self.stream, self.sequence = stream, next(_sequence)
+        """Note a recording; for drivers, which let no other recording on that stream come between."""
+        self.recorded = (stream, next(_sequence))
 
     def query(self) -> bool:
         """Whether the recorded work is done; an event never recorded is done."""
@@ -169,6 +173,11 @@ class Driver(ABC):
     @abstractmethod
     def synchronize(self, device: int) -> None:
         """Block until everything enqueued on `device` by this process is done."""
+
+    def synchronize_all(self) -> None:
+        """Block until everything enqueued by this process is done, on whatever device."""
+        for device in range(self.device_count):
+            self.synchronize(device)
 
     # -- memory -------------------------------------------------------------------------------------
     @abstractmethod

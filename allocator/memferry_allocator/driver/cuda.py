@@ -21,6 +21,7 @@ from cuda.bindings import driver as cu
 from ..errors import DriverError, DriverNotFoundError, DriverOutOfMemory
 from .api import DeviceInfo, Driver, Event, MemoryInfo, Stream, require_stream
 
+_LIBRARY = "libcuda.so.1"
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
 _NOT_READY = cu.CUresult.CUDA_ERROR_NOT_READY
 _PORTABLE_MAPPED, _READ_ONLY = 1 | 2, 8
@@ -62,9 +63,10 @@ def _initialise() -> int:
 def _not_loaded(error: Exception) -> DriverError:
     """Tell a machine without a driver from one whose driver is broken."""
     try:
-        ctypes.CDLL("libcuda.so.1")
+        ctypes.CDLL(_LIBRARY)
     except OSError as reason:
-        if "No such file" in str(reason) and not os.path.exists("/dev/nvidiactl"):
+        absent = str(reason).startswith(f"{_LIBRARY}:") and "No such file" in str(reason)  # not one it needs
+        if absent and not os.path.exists("/dev/nvidiactl"):
             return DriverNotFoundError("CUDA_ERROR_NO_DEVICE", "init", "this machine has no NVIDIA driver")
         error = reason
     return DriverError(
@@ -143,6 +145,11 @@ class CudaDriver(Driver):
         with self._on(device):
             _check("synchronize", cu.cuCtxSynchronize())
 
+    def synchronize_all(self) -> None:
+        self._known(0)
+        for device in list(self._contexts):  # no context is made for it on a device that has no work
+            self.synchronize(device)
+
     # -- memory -------------------------------------------------------------------------------------
     def malloc(self, device: int, nbytes: int) -> int:
         _require_size("malloc", nbytes)
@@ -208,6 +215,8 @@ class CudaDriver(Driver):
 
     def stream_wait(self, stream: Stream, event: Event) -> None:
         handle, other = self._stream(stream), self._event(event)
+        if event.sequence == 0:
+            return
         with self._on(stream.device):
             _check("stream_wait", cu.cuStreamWaitEvent(handle, other, 0))
 
@@ -243,16 +252,22 @@ class CudaDriver(Driver):
 
     def event_query(self, event: Event) -> bool:
         handle = self._event(event)
+        if event.sequence == 0:  # never recorded, whatever its handle was used for before
+            return True
         with self._on(event.device):
             return _is_done("event_query", cu.cuEventQuery(handle))
 
     def event_synchronize(self, event: Event) -> None:
         handle = self._event(event)
+        if event.sequence == 0:
+            return
         with self._on(event.device):
             _check("event_synchronize", cu.cuEventSynchronize(handle))
 
     def event_elapsed(self, start: Event, end: Event) -> float:
         first, last = self._event(start), self._event(end)
+        if start.sequence == 0 or end.sequence == 0:
+            raise DriverError("CUDA_ERROR_INVALID_HANDLE", "event_elapsed", "an event was never recorded")
         with self._on(end.device):
             return float(_check("event_elapsed", cu.cuEventElapsedTime(first, last))) / 1e3
 
@@ -322,6 +337,7 @@ class CudaDriver(Driver):
     def _event(self, event: Event) -> Any:
         if event.driver is not self:
             raise DriverError("CUDA_ERROR_INVALID_HANDLE", "event", "of another driver")
+        self._known(event.device)
         return event.handle
 
     def _context(self, device: int) -> Any:

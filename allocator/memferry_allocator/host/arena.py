@@ -49,7 +49,8 @@ class HostArena:
     """One range of host pages, from which slices are cut in order.
 
     The arena owns its pages, and whoever holds a slice's array keeps the arena: pages are unmapped only
-    when no array of them is left.  Sizes are rounded up to whole pages (4 KiB), never further.  Thread-safe.
+    when no array of them is left, and after the work of every device.  Sizes are rounded up to whole pages
+    (4 KiB), never further.  Thread-safe.
 
     Parameters
     ----------
@@ -207,7 +208,8 @@ def _release(registration: Registration | None, address: int, nbytes: int, pid: 
     if os.getpid() != pid:
         return  # a forked child owns neither the registration nor the right to undo it
     try:
-        if registration is not None:
+        if registration is not None and not registration.closed:
+            registration.map.driver.synchronize_all()
             registration.close()
     except AllocatorError:
         return  # a device may still use the pages: better lost than given to somebody else

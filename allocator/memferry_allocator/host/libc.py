@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from functools import cache
 from typing import Any
 
@@ -16,9 +17,18 @@ MADV_HUGEPAGE = 14
 ffi = FFI()
 
 
+_opening = threading.RLock()
+
+
 @cache
 def libc() -> Any:
     """The C library, opened at first use."""
+    with _opening:
+        return _open()
+
+
+@cache
+def _open() -> Any:
     ffi.cdef("""
         void *mmap(void *addr, size_t length, int prot, int flags, int fd, long offset);
         int munmap(void *addr, size_t length);

@@ -8,37 +8,33 @@ from ..driver import Event, Stream
 class Hazards:
     """The last writes to some bytes, and the reads since, as events of the streams that did them.
 
-    Streams wait with `before`; the calling host thread with `host_before_read` and `host_before_write`.  What
-    a stream has waited for once it does not wait for again.
+    Streams wait with `before`; the calling host thread with `host_before_read` and `host_before_write`.
     """
 
     def __init__(self) -> None:
         self._writes: dict[Stream, Event] = {}
         self._reads: dict[Stream, Event] = {}
-        self._aware: set[Stream] = set()
 
     def before(self, stream: Stream, *, writes: bool) -> None:
         """Let `stream` wait until it may read the bytes, or write them."""
-        if stream not in self._aware:
-            _wait(stream, self._writes)
-            self._aware.add(stream)
-        if writes:
-            _wait(stream, self._reads)
+        for event in (self.last_uses if writes else self._writes).values():
+            stream.wait(event)
 
     def wrote(self, stream: Stream, event: Event) -> None:
         self._writes = {stream: event}
         self._reads = {}
-        self._aware = {stream}
 
     def has_read(self, stream: Stream, event: Event) -> None:
         self._reads[stream] = event
 
     def host_before_read(self) -> None:
         _settle(self._writes)
+        self._writes.clear()
 
     def host_before_write(self) -> None:
-        _settle(self._writes)
-        _settle(self._reads)
+        _settle(self.last_uses)
+        self._writes.clear()
+        self._reads.clear()
 
     @property
     def last_uses(self) -> dict[Stream, Event]:
@@ -46,14 +42,7 @@ class Hazards:
         return dict(self._reads or self._writes)
 
 
-def _wait(stream: Stream, events: dict[Stream, Event]) -> None:
-    for other, event in events.items():
-        if other is not stream:
-            stream.wait(event)
-
-
 def _settle(events: dict[Stream, Event]) -> None:
     for event in events.values():
         if not event.query():
             event.synchronize()
-    events.clear()

@@ -202,9 +202,9 @@ class Partition:
     def _load(self) -> _DeviceCopy:
         if self._copy is None:
             lane = self.space.copier.lane(Direction.HOST_TO_DEVICE)
+            self._hazards.before(lane, writes=False)
             ptr = self.space.allocate(self.nbytes, lane)
             try:
-                self._hazards.before(lane, writes=False)
                 device = Span(ptr, self.nbytes)
                 done = self.space.copier.copy(device, self.host, Direction.HOST_TO_DEVICE, stream=lane)
             except BaseException:

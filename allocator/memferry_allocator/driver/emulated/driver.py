@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from ...errors import DriverError
 from ..api import Bracket, DeviceInfo, Driver, Event, MemoryInfo, Span, Stream, require_stream
 from .clock import Link, Links, VirtualClock
-from .memory import DEVICE_BASE, MAPPED_OFFSET, Kind, Memory, Place
+from .memory import HOST_END, MAPPED_OFFSET, Kind, Memory, Place
 from .monitor import Monitor
 from .options import EmulatedOptions
 from .order import Access, AccessLog, Clock, OpenAccess, join
@@ -115,6 +115,8 @@ class EmulatedDriver(Driver):
     def host_bytes(self, ptr: int, nbytes: int) -> memoryview | None:
         with self._lock:
             place = self._locate(ptr, nbytes, "host_bytes")
+            if place.kind is Kind.PAGEABLE:
+                raise DriverError("CUDA_ERROR_INVALID_VALUE", "host_bytes", f"{ptr:#x} is not registered")
             if place.kind is Kind.DEVICE:
                 data = self._memory.devices[place.device].data(ptr, nbytes)
                 assert data is not None
@@ -149,7 +151,9 @@ class EmulatedDriver(Driver):
     def stream_wait(self, stream: Stream, event: Event) -> None:
         with self._lock:
             state, recorded = self._state(stream), self._event(event)
-            join(state.clock, recorded.clock)
+            known = dict(state.clock)
+            join(known, recorded.clock)
+            state.clock = known
             earlier = () if recorded.work is None else (recorded.work,)
             self._enqueue(state, None, (), after=earlier)
 
@@ -176,7 +180,7 @@ class EmulatedDriver(Driver):
                     f"an event of device {event.device} on a stream of device {state.device}",
                 )
             recorded.work = self._enqueue(state, None, ())
-            recorded.clock = dict(state.clock)
+            recorded.clock = state.clock
             event.recorded_on(stream)
 
     def event_query(self, event: Event) -> bool:
@@ -278,9 +282,8 @@ class EmulatedDriver(Driver):
             state = self._state(stream)
             touches = [self._kernel_touch(span, False, state.device) for span in reads if span.nbytes]
             touches += [self._kernel_touch(span, True, state.device) for span in writes if span.nbytes]
-            work = self._enqueue(state, None, ())
-            opened = self._open(touches, state.actor, state.clock, label or "launch")
-            self._scheduler.force(work)
+            opened = self._open(touches, state.actor, self._known(state), label or "launch")
+            self._scheduler.force(self._enqueue(state, None, ()))
 
             def finish() -> None:
                 with self._lock:
@@ -294,13 +297,15 @@ class EmulatedDriver(Driver):
         with self._lock:
             touches = [self._host_touch(span, False) for span in reads if span.nbytes]
             touches += [self._host_touch(span, True) for span in writes if span.nbytes]
-            known = dict(self._threads.clock)
-            opened = self._open(touches, self._threads.actor, known, label or "host access")
+            known, actor = dict(self._threads.clock), self._threads.actor
+            opened = self._open(touches, actor, known, label or "host access")
 
             def finish() -> None:
                 with self._lock:
                     ending = self._threads  # perhaps another thread, which was handed the bytes
-                    join(ending.clock, known)
+                    if ending.actor != actor:
+                        join(ending.clock, known)
+                        self._recheck(opened, ending.actor, ending.clock)
                     ending.clock[ending.actor] = ending.clock.get(ending.actor, 0) + 1
                     self._close(opened, ending.actor, ending.clock)
 
@@ -367,6 +372,12 @@ class EmulatedDriver(Driver):
         self._alive()
         return self._memory.locate(ptr, nbytes, call)
 
+    def _known(self, state: StreamState) -> Clock:
+        """What comes before whatever the calling thread enqueues on a stream next."""
+        known = dict(state.clock)
+        join(known, self._threads.clock)
+        return known
+
     def _enqueue(
         self,
         state: StreamState,
@@ -378,8 +389,7 @@ class EmulatedDriver(Driver):
         nbytes: int = 0,
         label: str = "",
     ) -> Work:
-        known, actor = dict(state.clock), state.actor
-        join(known, self._threads.clock)
+        known, actor = self._known(state), state.actor
         for touch in touches:
             line = touch.place.line
             self._log.check(line, line + touch.nbytes, write=touch.write, actor=actor, clock=known, label=label)
@@ -406,6 +416,18 @@ class EmulatedDriver(Driver):
         for access in opened:
             self._log.begin(access)
         return opened
+
+    def _recheck(self, opened: list[OpenAccess], actor: int, clock: Clock) -> None:
+        """Check accesses that change hands: who began them must not have touched the bytes since."""
+        for access in opened:
+            self._log.finish(access)
+        try:
+            for access in opened:
+                start, end, label = access.start, access.end, access.label
+                self._log.check(start, end, write=access.write, actor=actor, clock=clock, label=label)
+        finally:
+            for access in opened:
+                self._log.begin(access)
 
     def _close(self, opened: list[OpenAccess], actor: int, clock: Clock) -> None:
         for access in opened:
@@ -434,7 +456,7 @@ class EmulatedDriver(Driver):
 
     def _host_touch(self, span: Span, write: bool) -> Touch:
         self._alive()
-        if span.ptr >= DEVICE_BASE or span.ptr <= 0 or span.nbytes < 0:
+        if not 0 < span.ptr < HOST_END or span.nbytes < 0:
             raise DriverError(
                 "CUDA_ERROR_INVALID_VALUE", "host_access", f"{span.nbytes} bytes at {span.ptr:#x} in host memory"
             )

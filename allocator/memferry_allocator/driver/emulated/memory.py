@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ...errors import DriverError, DriverOutOfMemory
 
+HOST_END = 1 << 48  # no host address lies beyond
 DEVICE_BASE = 1 << 50  # device d's addresses start at (d + 1) times this
 MAPPED_OFFSET = 1 << 60  # a registered host address, as kernels see it
 ALIGNMENT = 2 << 20
@@ -218,7 +219,7 @@ class Memory:
             real = self.devices[device].real(ptr, nbytes) if device < len(self.devices) else None
             if real is not None:
                 return Place(Kind.DEVICE, device, real, ptr)
-        elif ptr > 0:
+        elif 0 < ptr < HOST_END:
             return self.host.place(ptr, nbytes, call)
         raise DriverError("CUDA_ERROR_INVALID_VALUE", call, f"{nbytes} bytes at {ptr:#x} are not known memory")
 

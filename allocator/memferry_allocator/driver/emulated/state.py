@@ -15,7 +15,10 @@ from .work import Queue, Work
 
 @dataclass(eq=False)
 class StreamState:
-    """A stream: its work, and how much of every actor's history its next work comes after."""
+    """A stream: its work, and how much of every actor's history its next work comes after.
+
+    Events keep its clock as it was: it is replaced, never changed.
+    """
 
     device: int
     actor: int

@@ -1,0 +1,32 @@
+"""Emulated machines for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from memferry_allocator import EmulatedDriver, EmulatedOptions
+
+from .machine import Machine
+
+
+@pytest.fixture
+def emulate() -> Iterator[Callable[..., Machine]]:
+    """Machines with an `EmulatedDriver` of the given options, closed at the end."""
+    machines: list[Machine] = []
+
+    def make(**options: Any) -> Machine:
+        machines.append(Machine(EmulatedDriver(EmulatedOptions(**options))))
+        return machines[-1]
+
+    yield make
+    for machine in machines:
+        machine.close()
+
+
+@pytest.fixture
+def machine(emulate: Callable[..., Machine]) -> Machine:
+    """One emulated machine that runs everything as late as it may."""
+    return emulate(eagerness=0.0)

@@ -1,0 +1,27 @@
+"""The contract of the driver seam, applied to every driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from memferry_allocator import Driver, EmulatedDriver, EmulatedOptions, open_driver
+
+from .contract_driver import MIB, DriverContract
+
+
+class TestEmulated(DriverContract):
+    @pytest.fixture(params=[0.0, 0.3, 1.0], ids=["late", "any", "eager"])
+    def driver(self, request: pytest.FixtureRequest) -> Iterator[Driver]:
+        options = EmulatedOptions(device_count=2, device_memory=64 * MIB, eagerness=request.param)
+        return EmulatedDriver(options)
+
+
+@pytest.mark.gpu
+class TestCuda(DriverContract):
+    big = 64 * MIB
+
+    @pytest.fixture
+    def driver(self) -> Iterator[Driver]:
+        return open_driver("cuda")

@@ -1,0 +1,490 @@
+"""The device pool: no two live blocks share a byte, and reuse is in the order of the work on the memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from memferry_allocator import (
+    ClosedError,
+    DevicePool,
+    DriverOutOfMemory,
+    EmulatedDriver,
+    EmulatedOptions,
+    Event,
+    InvalidRequestError,
+    OutOfMemory,
+    Span,
+    Stream,
+)
+
+from .machine import Bytes, Machine, address, refused
+
+KIB, MIB = 1 << 10, 1 << 20
+ALIGNMENT = 256
+
+
+class Listening(EmulatedDriver):
+    """Notes every wait of a stream."""
+
+    def __init__(self, options: EmulatedOptions | None = None) -> None:
+        super().__init__(options)
+        self.waits: list[tuple[Stream, Event]] = []
+
+    def stream_wait(self, stream: Stream, event: Event) -> None:
+        self.waits.append((stream, event))
+        super().stream_wait(stream, event)
+
+
+@pytest.fixture
+def pool(machine: Machine) -> Iterator[DevicePool]:
+    pool = DevicePool(machine.driver, 0, 4 * KIB)
+    yield pool
+    machine.driver.synchronize(0)
+    pool.close()
+
+
+# -- any sequence of calls ---------------------------------------------------------------------------------
+def round_up(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass
+class Live:
+    """An allocation, what is in it, and who used it last."""
+
+    ptr: int
+    nbytes: int
+    value: int
+    writer: Stream
+    readers: set[Stream] = field(default_factory=set)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Against the list of live blocks: everything else is free, and free neighbours are one block."""
+
+    blocks = st.integers(0, 100)
+    streams = st.integers(0, 2)
+
+    @initialize(seed=st.integers(0, 1000), eagerness=st.sampled_from([0.0, 0.3]), odd=st.integers(0, 255))
+    def begin(self, seed: int, eagerness: float, odd: int) -> None:
+        self.machine = Machine(EmulatedDriver(EmulatedOptions(seed=seed, eagerness=eagerness)))
+        self.driver = self.machine.driver
+        self.pool = DevicePool(self.driver, 0, 8 * KIB + odd)
+        self.stream = [self.machine.stream() for _ in range(3)]
+        self.live: list[Live] = []
+        self.peak = 0
+        self.base = self.pool.allocate(1, stream=self.stream[0])
+        self.pool.deallocate(self.base, 1, stream=self.stream[0])
+        self.peak = ALIGNMENT
+        self.value = 0
+        self.sinks: list[tuple[Bytes, int]] = []
+
+    # -- the model --------------------------------------------------------------------------------------
+    def gaps(self) -> list[tuple[int, int]]:
+        """Start and size of every free block."""
+        gaps, start = [], self.base
+        for block in sorted(self.live, key=lambda block: block.ptr):
+            gaps.append((start, block.ptr - start))
+            start = block.ptr + round_up(block.nbytes)
+        gaps.append((start, self.base + self.pool.nbytes - start))
+        return [gap for gap in gaps if gap[1]]
+
+    def used(self) -> int:
+        return sum(round_up(block.nbytes) for block in self.live)
+
+    def pick(self, which: int) -> Live:
+        return self.live[which % len(self.live)]
+
+    def write(self, block: Live, stream: Stream) -> None:
+        """Head and tail of a block get a new value."""
+        self.value = self.value % 250 + 1
+        block.value, block.writer, block.readers = self.value, stream, set()
+        for start in (0, max(0, block.nbytes - 16)):
+            self.driver.fill(block.ptr + start, block.value, min(16, block.nbytes), stream=stream)
+
+    # -- the rules --------------------------------------------------------------------------------------
+    @rule(nbytes=st.integers(1, 3000), s=streams)
+    def allocate(self, nbytes: int, s: int) -> None:
+        fitting = [size for _, size in self.gaps() if size >= round_up(nbytes)]
+        if not fitting:
+            with pytest.raises(OutOfMemory) as caught:
+                self.pool.allocate(nbytes, stream=self.stream[s])
+            assert caught.value.size == round_up(nbytes)
+            assert (caught.value.used, caught.value.limit) == (self.used(), self.pool.nbytes)
+            return
+        ptr = self.pool.allocate(nbytes, stream=self.stream[s])
+        assert ptr % ALIGNMENT == 0
+        assert (ptr, min(fitting)) in self.gaps()  # the tightest, at its start
+        self.live.append(Live(ptr, nbytes, 0, self.stream[s]))
+        self.write(self.live[-1], self.stream[s])
+        self.peak = max(self.peak, self.used())
+
+    @precondition(lambda self: self.live)
+    @rule(which=blocks, s=streams)
+    def use_elsewhere(self, which: int, s: int) -> None:
+        """Write on a stream that has waited for the uses so far."""
+        block, stream = self.pick(which), self.stream[s]
+        for other in {block.writer, *block.readers}:
+            stream.wait(other.record())
+        self.write(block, stream)
+
+    @precondition(lambda self: self.live)
+    @rule(which=blocks, s=streams)
+    def read(self, which: int, s: int) -> None:
+        block, stream = self.pick(which), self.stream[s]
+        stream.wait(block.writer.record())
+        block.readers.add(stream)
+        for start in (0, max(0, block.nbytes - 16)):
+            sink = self.machine.pinned(16)[: min(16, block.nbytes)]
+            self.driver.copy(address(sink), block.ptr + start, len(sink), stream=stream)
+            self.sinks.append((sink, block.value))
+
+    @precondition(lambda self: self.live)
+    @rule(which=blocks, recorded=st.booleans())
+    def deallocate(self, which: int, recorded: bool) -> None:
+        block = self.pick(which)
+        if recorded:
+            uses = {stream: stream.record() for stream in block.readers or {block.writer}}
+            self.pool.deallocate(block.ptr, block.nbytes, stream=block.writer, uses=uses)
+        else:
+            for reader in block.readers:
+                block.writer.wait(reader.record())
+            self.pool.deallocate(block.ptr, block.nbytes, stream=block.writer)
+        self.live.remove(block)
+
+    @precondition(lambda self: len(self.live) > 1)
+    @rule(which=blocks, other=blocks)
+    def deallocate_two_in_the_order_of_their_uses_reversed(self, which: int, other: int) -> None:
+        """Events that were recorded earlier may come in later."""
+        first, second = self.pick(which), self.pick(other)
+        if first is second:
+            return
+        uses = []
+        for block in (first, second):
+            uses.append({stream: stream.record() for stream in block.readers or {block.writer}})
+            self.live.remove(block)
+        for block, events in ((second, uses[1]), (first, uses[0])):
+            self.pool.deallocate(block.ptr, block.nbytes, stream=block.writer, uses=events)
+
+    @precondition(lambda self: self.live)
+    @rule(which=blocks, s=streams, kind=st.sampled_from(["size", "interior", "foreign"]))
+    def misuse(self, which: int, s: int, kind: str) -> None:
+        block = self.pick(which)
+        ptr = {"size": block.ptr, "interior": block.ptr + ALIGNMENT, "foreign": self.base - 4096}[kind]
+        if any(other.ptr == ptr for other in self.live if other is not block):
+            return
+        nbytes = block.nbytes + ALIGNMENT if kind == "size" else block.nbytes
+        with pytest.raises(InvalidRequestError, match="not a live allocation"):
+            self.pool.deallocate(ptr, nbytes, stream=self.stream[s])
+
+    @rule(s=streams)
+    def synchronize(self, s: int) -> None:
+        self.stream[s].synchronize()
+
+    @invariant()
+    def accounts(self) -> None:
+        if hasattr(self, "pool"):
+            assert self.pool.used == self.used()
+            assert self.pool.peak == self.peak
+            assert self.pool.largest_free == max((size for _, size in self.gaps()), default=0)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        while self.live:
+            self.deallocate(0, False)
+        assert self.pool.largest_free == self.pool.nbytes  # one block again
+        free = self.driver.memory_info(0).free
+        self.pool.close()  # waits for what still uses the memory
+        assert self.driver.memory_info(0).free - free == self.pool.nbytes
+        self.driver.synchronize(0)
+        for sink, value in self.sinks:
+            assert set(sink) == {value}
+        self.machine.close()
+
+
+PoolMachine.TestCase.settings = settings(stateful_step_count=40, max_examples=3 * settings.default.max_examples)
+TestPoolMachine = PoolMachine.TestCase
+
+
+# -- reuse in stream order ---------------------------------------------------------------------------------
+def test_reuse_on_the_same_stream_waits_for_nothing() -> None:
+    driver = Listening()
+    pool, stream = DevicePool(driver, 0, 4 * KIB), driver.create_stream(0)
+    for value in range(5):
+        ptr = pool.allocate(4 * KIB, stream=stream)
+        driver.fill(ptr, value, 4 * KIB, stream=stream)
+        pool.deallocate(ptr, 4 * KIB, stream=stream)
+    assert driver.waits == []
+
+
+def test_reuse_on_another_stream_waits_for_the_last_use() -> None:
+    driver = Listening()
+    pool = DevicePool(driver, 0, 4 * KIB)
+    one, other = driver.create_stream(0), driver.create_stream(0)
+    ptr = pool.allocate(KIB, stream=one)
+    driver.fill(ptr, 1, KIB, stream=one)
+    pool.deallocate(ptr, KIB, stream=one)
+    assert pool.allocate(4 * KIB, stream=other) == ptr
+    driver.fill(ptr, 2, 4 * KIB, stream=other)
+    assert [stream for stream, _ in driver.waits] == [other]
+
+
+def test_only_uses_before_the_deallocation_are_waited_for() -> None:
+    """With `uses`, what the stream got since does not count."""
+    driver = Listening(EmulatedOptions(eagerness=0.0))
+    pool = DevicePool(driver, 0, 4 * KIB)
+    one, other = driver.create_stream(0), driver.create_stream(0)
+    ptr = pool.allocate(KIB, stream=one)
+    driver.fill(ptr, 1, KIB, stream=one)
+    event = one.record()
+    late = driver.malloc(0, KIB)
+    driver.fill(late, 1, KIB, stream=one)
+    pool.deallocate(ptr, KIB, stream=one, uses={one: event})
+    pool.allocate(KIB, stream=other)
+    assert driver.waits == [(other, event)]
+    other.synchronize()
+    assert set(driver.host_bytes(late, KIB) or b"") == {0xFF}
+
+
+def test_merging_keeps_the_later_use_of_every_stream(machine: Machine, pool: DevicePool) -> None:
+    """The block between two free ones is freed last, on a stream of its own; the right one was used first."""
+    driver, (one, other, third) = machine.driver, [machine.stream() for _ in range(3)]
+    left, middle, right = (pool.allocate(KIB, stream=one) for _ in range(3))
+    rest = pool.allocate(KIB, stream=one)
+    driver.fill(right, 1, KIB, stream=one)
+    pool.deallocate(right, KIB, stream=one)
+    driver.fill(left, 2, KIB, stream=one)
+    pool.deallocate(left, KIB, stream=one)
+    other.wait(one.record())
+    driver.fill(middle, 3, KIB, stream=other)
+    pool.deallocate(middle, KIB, stream=other)
+    ptr = pool.allocate(3 * KIB, stream=third)
+    assert ptr == left
+    driver.fill(ptr, 4, 3 * KIB, stream=third)
+    pool.deallocate(ptr, 3 * KIB, stream=third)
+    pool.deallocate(rest, KIB, stream=one)
+
+
+@pytest.mark.parametrize("earlier", ["left", "right"])
+def test_merging_with_events_that_are_older_than_the_neighbour_s(
+    machine: Machine, pool: DevicePool, earlier: str
+) -> None:
+    driver, one, other = machine.driver, machine.stream(), machine.stream()
+    blocks = dict(zip(("left", "right"), (pool.allocate(KIB, stream=one) for _ in range(2)), strict=True))
+    uses = {}
+    later = "left" if earlier == "right" else "right"
+    for name in (earlier, later):
+        driver.fill(blocks[name], 1, KIB, stream=one)
+        uses[name] = {one: one.record()}
+    for name in (later, earlier):  # the older event comes in last
+        pool.deallocate(blocks[name], KIB, stream=one, uses=uses[name])
+    ptr = pool.allocate(2 * KIB, stream=other)
+    driver.fill(ptr, 2, 2 * KIB, stream=other)
+    pool.deallocate(ptr, 2 * KIB, stream=other)
+
+
+def test_what_the_host_has_waited_for_needs_no_event(machine: Machine, pool: DevicePool) -> None:
+    one, other = machine.stream(), machine.stream()
+    ptr = pool.allocate(KIB, stream=one)
+    machine.driver.fill(ptr, 1, KIB, stream=one)
+    one.synchronize()
+    pool.deallocate(ptr, KIB, stream=one, uses={})
+    ptr = pool.allocate(KIB, stream=other)
+    machine.driver.fill(ptr, 2, KIB, stream=other)
+    pool.deallocate(ptr, KIB, stream=other)
+
+
+# -- misuse ------------------------------------------------------------------------------------------------
+def test_the_budget_is_exact(machine: Machine) -> None:
+    before = machine.driver.memory_info(0).free
+    pool = DevicePool(machine.driver, 0, 12_345)
+    assert before - machine.driver.memory_info(0).free == pool.nbytes == 12_345
+    pool.close()
+    assert machine.driver.memory_info(0).free == before
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_pools_and_allocations_of_nothing(machine: Machine, pool: DevicePool, nbytes: int) -> None:
+    with pytest.raises(InvalidRequestError):
+        DevicePool(machine.driver, 0, nbytes)
+    with pytest.raises(InvalidRequestError):
+        pool.allocate(nbytes, stream=machine.stream())
+    assert pool.used == 0
+
+
+def test_a_budget_that_the_device_does_not_have(emulate: Callable[..., Machine]) -> None:
+    machine = emulate(device_memory=MIB)
+    with refused("OUT_OF_MEMORY", DriverOutOfMemory):
+        DevicePool(machine.driver, 0, MIB + 1)
+    assert machine.driver.memory_info(0).free == MIB
+
+
+def test_out_of_memory_says_what_is_left(machine: Machine, pool: DevicePool) -> None:
+    stream = machine.stream()
+    blocks = [pool.allocate(KIB, stream=stream) for _ in range(4)]
+    for ptr in (blocks[0], blocks[2]):
+        pool.deallocate(ptr, KIB, stream=stream)
+    before = (pool.used, pool.peak, pool.largest_free)
+    with pytest.raises(OutOfMemory) as caught:
+        pool.allocate(KIB + 1, stream=stream)
+    assert (pool.used, pool.peak, pool.largest_free) == before
+    error = caught.value
+    assert (error.size, error.used, error.limit, error.budget) == (KIB + 256, 2 * KIB, 4 * KIB, "device pool")
+    assert "2.00 KiB of 4.00 KiB in use, largest free block 1.00 KiB" in str(error)
+    for ptr in (blocks[1], blocks[3]):
+        pool.deallocate(ptr, KIB, stream=stream)
+
+
+def test_a_double_free(machine: Machine, pool: DevicePool) -> None:
+    stream = machine.stream()
+    ptr = pool.allocate(100, stream=stream)
+    pool.deallocate(ptr, 100, stream=stream)
+    with pytest.raises(InvalidRequestError, match="freed twice"):
+        pool.deallocate(ptr, 100, stream=stream)
+    assert (pool.used, pool.largest_free) == (0, 4 * KIB)
+
+
+def test_pointers_of_another_pool(machine: Machine, pool: DevicePool) -> None:
+    stream, other = machine.stream(), DevicePool(machine.driver, 0, 4 * KIB)
+    ptr = other.allocate(100, stream=stream)
+    with pytest.raises(InvalidRequestError, match="not a live allocation"):
+        pool.deallocate(ptr, 100, stream=stream)
+    other.deallocate(ptr, 100, stream=stream)
+    other.close()
+
+
+@pytest.mark.parametrize("stream", [None, 0, "default"])
+def test_the_default_stream_is_never_meant(machine: Machine, pool: DevicePool, stream: Any) -> None:
+    ptr = pool.allocate(100, stream=(mine := machine.stream()))
+    for call in (
+        lambda: pool.allocate(100, stream=stream),
+        lambda: pool.deallocate(ptr, 100, stream=stream),
+    ):
+        with pytest.raises(InvalidRequestError, match="expected a memferry_allocator Stream"):
+            call()
+    assert pool.used == 256
+    pool.deallocate(ptr, 100, stream=mine)
+
+
+def test_streams_of_another_device(emulate: Callable[..., Machine]) -> None:
+    machine = emulate(device_count=2)
+    pool, here, there = DevicePool(machine.driver, 1, KIB), machine.stream(1), machine.stream(0)
+    ptr = pool.allocate(100, stream=here)
+    for call in (lambda: pool.allocate(100, stream=there), lambda: pool.deallocate(ptr, 100, stream=there)):
+        with pytest.raises(InvalidRequestError, match="on device 0, this memory is on device 1"):
+            call()
+    pool.deallocate(ptr, 100, stream=here)
+    pool.close()
+
+
+def test_a_closed_stream_changes_nothing(machine: Machine, pool: DevicePool) -> None:
+    stream, closed = machine.stream(), machine.driver.create_stream(0)
+    ptr = pool.allocate(100, stream=stream)
+    closed.close()
+    with refused("INVALID_HANDLE"):
+        pool.deallocate(ptr, 100, stream=closed)
+    assert pool.used == 256
+    pool.deallocate(ptr, 100, stream=stream)
+    with refused("INVALID_HANDLE"):
+        pool.allocate(100, stream=closed)
+    assert (pool.used, pool.largest_free) == (0, 4 * KIB)
+
+
+# -- life --------------------------------------------------------------------------------------------------
+def test_closing(machine: Machine) -> None:
+    pool, stream = DevicePool(machine.driver, 0, KIB), machine.stream()
+    free = machine.driver.memory_info(0).free
+    ptr = pool.allocate(100, stream=stream)
+    with pytest.raises(InvalidRequestError, match="1 allocations are still live"):
+        pool.close()
+    machine.driver.fill(ptr, 1, 100, stream=stream)  # it is still a pool
+    pool.deallocate(ptr, 100, stream=stream)
+    pool.close()
+    pool.close()
+    assert machine.driver.memory_info(0).free - free == KIB
+    with pytest.raises(ClosedError):
+        pool.allocate(100, stream=stream)
+
+
+def test_closing_waits_for_work_on_free_blocks(machine: Machine) -> None:
+    pool, streams = DevicePool(machine.driver, 0, 4 * KIB), [machine.stream() for _ in range(3)]
+    for stream in streams:
+        ptr = pool.allocate(KIB, stream=stream)
+        machine.driver.fill(ptr, 1, KIB, stream=stream)
+        pool.deallocate(ptr, KIB, stream=stream)
+    pool.close()
+
+
+def test_a_pool_that_nobody_closes(machine: Machine) -> None:
+    free = machine.driver.memory_info(0).free
+    pool = DevicePool(machine.driver, 0, MIB)
+    del pool
+    gc.collect()
+    assert machine.driver.memory_info(0).free == free
+
+
+def test_a_pool_that_nobody_closes_while_it_is_used(machine: Machine) -> None:
+    free = machine.driver.memory_info(0).free
+    pool, stream, data = DevicePool(machine.driver, 0, KIB), machine.stream(), machine.pinned(KIB)
+    ptr = pool.allocate(KIB, stream=stream)
+    machine.driver.fill(ptr, 1, KIB, stream=stream)
+    machine.driver.copy(address(data), ptr, KIB, stream=stream)
+    del pool
+    gc.collect()
+    assert machine.driver.memory_info(0).free == free
+    assert set(data) == {1}  # its work was waited for
+
+
+def test_a_pool_that_nobody_closes_and_that_never_comes_to_rest(machine: Machine) -> None:
+    """Its memory is lost rather than given to somebody else; a finaliser has nobody to tell."""
+    pool, stream = DevicePool(machine.driver, 0, KIB), machine.stream()
+    free = machine.driver.memory_info(0).free
+    bracket = machine.driver.launch(stream, writes=[Span(pool.allocate(KIB, stream=stream), KIB)])
+    del pool
+    gc.collect()
+    assert machine.driver.memory_info(0).free == free
+    bracket.end()
+
+
+def test_threads_on_streams_of_their_own(emulate: Callable[..., Machine]) -> None:
+    machine = emulate(eagerness=0.2)
+    driver, pool, errors = machine.driver, DevicePool(machine.driver, 0, 256 * KIB), []
+
+    def work(number: int) -> None:
+        try:
+            mine = Machine(driver)
+            stream, out = mine.stream(), np.zeros(2000, np.uint8)
+            for turn in range(40):
+                sizes = [100 + 37 * (turn % 7), 2000, 5000 + number]
+                blocks = [(pool.allocate(size, stream=stream), size) for size in sizes]
+                for ptr, size in blocks:
+                    driver.fill(ptr, number + 1, size, stream=stream)
+                driver.copy(address(out), blocks[1][0], 2000, stream=stream)
+                stream.synchronize()
+                assert set(out) == {number + 1}
+                for ptr, size in blocks:
+                    pool.deallocate(ptr, size, stream=stream)
+            mine.close()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+    assert (pool.used, pool.largest_free) == (0, 256 * KIB)
+    driver.synchronize(0)
+    pool.close()
