@@ -765,3 +765,55 @@ def test_compute_dtype_keeps_the_fp32_values_as_masters() -> None:
     F.cross_entropy(model(tokens(0)[:, :-1]).float().flatten(0, 1), tokens(0)[:, 1:].flatten()).backward()
     optimizer.step()
     memferry_rt.restore(model)
+
+
+# -- two offloaded models -----------------------------------------------------------------------------------
+def test_one_offloaded_model_inside_the_forward_of_another() -> None:
+    """Saved-tensor hooks nest: each model brings back its own weights, whoever's hooks lie on top."""
+
+    class Wrapping(nn.Linear):
+        """A layer of one model that runs the other one while its own weights are in use."""
+
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__(VOCABULARY, 48)
+            self.borrowed = [inner]  # called, not owned
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(self.borrowed[0](ids))
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.first = Wrapping(inner)
+            self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(4))
+            self.last = nn.Linear(48, VOCABULARY)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.first(ids)
+            for layer in self.layers:
+                x = torch.relu(layer(x))
+            return self.last(x) + self.first.borrowed[0](ids)
+
+    def models() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        inner = Decoder()
+        return inner, Outer(inner)
+
+    results = []
+    for offload in (False, True):
+        inner, outer = models()
+        pairs = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True)) for m in (inner, outer)]
+        if offload:
+            for model, optimizer in pairs:
+                weights = sum(p.numel() * 4 for p in model.parameters())
+                memferry_rt.offload(model, optimizer, device="emulated", device_memory=int(weights * 0.6))
+        for number in range(4):
+            next_token_loss(outer, number).backward()
+            for _, optimizer in pairs:
+                optimizer.step()
+                optimizer.zero_grad()
+        if offload:
+            memferry_rt.restore(inner)
+            memferry_rt.restore(outer)
+        results.append([p.detach().clone() for model, _ in pairs for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

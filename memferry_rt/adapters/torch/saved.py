@@ -55,9 +55,12 @@ class SavedWeights:
         self._slabs.clear()
 
     def push(self) -> bool:
-        """Put the hooks on top, over those that are there; False if they are on top already."""
+        """Put the hooks on top, over those that are there; False if they are on top already.
+
+        The hooks of another offloaded model know nothing of this one's weights: they count as a user's.
+        """
         below = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if below is not None and getattr(below[0], "_of_memferry", False):
+        if below is not None and getattr(below[0], "_weights_of", None) is self._slabs:
             return False
         pack, unpack = self._plain if below is None else self._hooks(below)
         try:
@@ -103,7 +106,7 @@ class SavedWeights:
             result: torch.Tensor = packed
             return result
 
-        pack._of_memferry = True  # type: ignore[attr-defined]
+        pack._weights_of = slabs  # type: ignore[attr-defined]
         return pack, unpack
 
 
