@@ -38,6 +38,7 @@ def deterministic() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # of other tests' streams; they count in this process's budget
     torch.cuda.empty_cache()
 
 
@@ -208,7 +209,7 @@ def test_grad_scaler() -> None:
     runtime = memferry_rt.runtime_of(model)
     after = runtime.master_parameters()
     assert all(not torch.equal(value, after[name]) for name, value in before.items())
-    assert 0 < runtime.grad_norm < 100
+    assert 0 < runtime.grad_norm < 20  # of the unscaled gradients: 1024 times less
     memferry_rt.restore(model)
 
 
@@ -236,7 +237,7 @@ def test_state_dict_load_and_generate_between_steps() -> None:
 def test_torch_is_capped_and_the_pool_grows_into_what_is_left() -> None:
     model = Decoder(width=1024, layers=8).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    total = 300 * MIB
+    total = 400 * MIB
     memferry_rt.offload(model, optimizer, device="cuda:0", device_memory=total)
     runtime = memferry_rt.runtime_of(model)
     first = runtime.report().pool_nbytes

@@ -672,7 +672,7 @@ def test_what_the_last_step_found_is_on_the_optimizer(trained: Trained) -> None:
     assert trained.optimizer.skipped_steps == 1
 
 
-def test_grad_scaler_unscales_what_is_at_home() -> None:
+def test_grad_scaler_without_amp_support_unscales_what_is_at_home() -> None:
     both = Trained(share=0.6)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     plain_scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -688,6 +688,36 @@ def test_grad_scaler_unscales_what_is_at_home() -> None:
             optimizer.zero_grad()
     assert both.same()
     both.runtime.close()
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_grad_scaler_and_clipping(unscale_first: bool) -> None:
+    """The norm is that of the unscaled gradients, whoever unscales them; a step that overflowed is skipped."""
+    norms = []
+    models = []
+    for scale in (None, 1024.0):
+        both = Trained(share=0.6, max_grad_norm=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+        for number in range(4):
+            loss = next_token_loss(both.model, number)
+            if number == 2:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            if unscale_first:
+                scaler.unscale_(both.optimizer)
+            scaler.step(both.optimizer)
+            scaler.update()
+            both.optimizer.zero_grad()
+            norms.append(both.runtime.grad_norm)
+        assert both.runtime.skipped_steps == 1
+        memferry_rt.restore(both.model)
+        models.append(both.model)
+        if scale:
+            assert scaler.get_scale() == scale / 2
+    assert norms[:2] == norms[4:6]
+    assert 0.5 < norms[0] < 100
+    assert norms[3] == norms[7]
+    assert all(torch.equal(one, other) for one, other in zip(*(m.parameters() for m in models), strict=True))
 
 
 def test_autocast(trained: Trained) -> None:

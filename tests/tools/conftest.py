@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,14 @@ torch.set_num_threads(1)  # the models are too small for more, and the bits do n
 
 SMALL = ModelShape(hidden=32, layers=3, ffn=64, heads=2, vocabulary=256)
 WORDS = "the quick brown fox jumps over the lazy dog, and the dog does not mind. "
+
+
+@pytest.fixture(autouse=True)
+def default_interrupt_handler() -> Iterator[None]:
+    """Python's own, also where the tests run in the background of a shell, which ignores Ctrl-C there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from memferry_tools.train.device import find_target
 from memferry_tools.train.initial import model_on_cpu
 from memferry_tools.train.interrupts import Interrupts
 from memferry_tools.train.loop import run_steps
-from memferry_tools.train.model import Decoder
+from memferry_tools.train.model import Block, Decoder
 from memferry_tools.train.offloaded import OffloadedTraining, Placement
 from memferry_tools.train.recipe import Recipe
 
@@ -142,20 +142,45 @@ def test_ctrl_c_while_weights_are_made(start: Start, monkeypatch: pytest.MonkeyP
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize(
+    ("checkpointing", "place", "call"),
+    [
+        (False, "forward", 1),
+        (False, "backward", 1),
+        (True, "forward", 1),
+        (True, "backward", 1),
+        (True, "forward", 3),  # the first block that is recomputed
+    ],
+)
 def test_too_little_for_the_activations_says_how_much_is_needed(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, batches: Batches, checkpointing: bool, place: str, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    recipe = replace(recipe, checkpointing=checkpointing)
+    forward = Block.forward
+    calls = iter(range(100))
+
+    def run_out(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total …")
 
-    monkeypatch.setattr(Decoder, "forward", fail)
-    with pytest.raises(ToolError) as caught, start(device_memory=1 << 20) as training:  # noqa: PT012
+    def fail(self: Block, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        number = next(calls)
+        if number == call and place == "forward":
+            run_out()
+        result = forward(self, x, *rest)
+        if number == call:
+            result.register_hook(run_out)
+        return result
+
+    monkeypatch.setattr(Block, "forward", fail)
+    placement = Placement(find_target("emulated"), device_memory=1 << 20)
+    with pytest.raises(ToolError) as caught, OffloadedTraining(recipe, batches, placement) as training:  # noqa: PT012
         driver = training._runtime.driver
         training.step(0)
     message = str(caught.value)
-    for part in ("--device-memory: 1.00 MiB is too small", "2.50 GiB more", "--checkpointing", "--micro-batch"):
+    for part in ("--device-memory: 1.00 MiB is too small", "2.50 GiB more", "--micro-batch"):
         assert part in message
-    assert "--device-memory 2561MiB or more" in message  # the pool, and what torch asked for
+    assert ("--checkpointing" in message) is not checkpointing
+    assert "the smallest that works is about 2561MiB" in message  # the pool, and what torch asked for
     assert_nothing_is_left(driver)
 
 

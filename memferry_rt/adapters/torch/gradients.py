@@ -238,17 +238,22 @@ class GradientFlow:
                 home.bracket.end()
                 home.bracket = None
 
-    def collect(self) -> list[GradientSlot]:
+    def collect(self, *, changed_unseen: bool = False) -> list[GradientSlot]:
         """The parameters that have a gradient now, each of them at home and with its norm up to date.
 
         A gradient that the user has put there or changed is taken over as it is.
+
+        Parameters
+        ----------
+        changed_unseen : bool
+            Something has changed gradients without counting their versions up; no norm is valid any more.
         """
         self.finish()
         present = [slot for slot in self.slots if slot.parameter.grad is not None]
         for slot in present:
             gradient = slot.parameter.grad
             assert gradient is not None
-            if gradient is slot.home and slot.version == slot.home._version:
+            if gradient is slot.home and slot.version == slot.home._version and not changed_unseen:
                 continue
             with torch.no_grad():
                 if gradient is not slot.home:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,6 +63,22 @@ def _settings(group: dict[str, Any], decoupled: bool) -> AdamSettings:
     )
 
 
+@dataclass(frozen=True)
+class AmpScaling:
+    """What `torch.amp.GradScaler` tells an optimizer that can take scaled gradients.
+
+    Attributes
+    ----------
+    inverse : float or None
+        What to multiply the gradients by; None if the scaler has done so in place, which no version counts.
+    finite : bool
+        Whether it found no infinity and no NaN.
+    """
+
+    inverse: float | None
+    finite: bool
+
+
 class OptimizerPatch:
     """Replaces, on one optimizer object, what must go through the runtime; `restore` undoes it.
 
@@ -106,6 +123,14 @@ class OptimizerPatch:
         """Every group's settings as they are now."""
         decoupled = isinstance(self.optimizer, AdamW)
         return [_settings(group, decoupled) for group in self.optimizer.param_groups]
+
+    def amp_scaling(self) -> AmpScaling | None:
+        """What a `torch.amp.GradScaler` that is calling `step` says of the gradients; None without one."""
+        found = getattr(self.optimizer, "found_inf", None)
+        if found is None:
+            return None
+        scale = getattr(self.optimizer, "grad_scale", None)
+        return AmpScaling(inverse=None if scale is None else 1.0 / float(scale), finite=float(found) == 0.0)
 
     def group_of(self) -> dict[nn.Parameter, int]:
         return {
@@ -223,7 +248,7 @@ class OptimizerPatch:
             lambda optimizer, state_dict: self._load_state_dict(optimizer, state_dict), optimizer
         )
         optimizer.add_param_group = types.MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # GradScaler must unscale
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # see `amp_scaling`
         self._hook = optimizer.register_state_dict_pre_hook(lambda _: self._settle())
 
 

@@ -38,7 +38,7 @@ from .gradients import GradientFlow, GradientSlot
 from .guards import ModelGuards
 from .layer import DeviceViews, Geometry, LayerState, ViewKey
 from .native_adam import trusted_kernel
-from .optimizer import OptimizerPatch
+from .optimizer import AmpScaling, OptimizerPatch
 from .saved import SavedWeights
 from .tensors import TensorFactory
 from .torch_adam import single_threaded
@@ -221,11 +221,12 @@ class Runtime:
         self.synchronize()
         self.scopes.reset()
         self._check_parameters()
-        present = self.gradients.collect()
+        scaling = self.patch.amp_scaling()
+        present = self.gradients.collect(changed_unseen=scaling is not None and scaling.inverse is None)
         self._refuse_unknown_gradients()
         self.gradients.end_use()
         self.stream().record().synchronize()
-        scale = self._scale(present)
+        scale = self._scale(present, scaling)
         if scale is None:
             self.skipped_steps += 1
         else:
@@ -237,18 +238,19 @@ class Runtime:
             self._finish_updates()
         self._adapt_pool()
 
-    def _scale(self, present: list[GradientSlot]) -> float | None:
-        """The factor that clips the gradients to the norm allowed; None if the step must be skipped."""
+    def _scale(self, present: list[GradientSlot], scaling: AmpScaling | None) -> float | None:
+        """The factor that unscales the gradients and clips them; None if the step must be skipped."""
         norms = [slot.norm for slot in present if slot.norm is not None]
         total = 0.0
         for norm in torch.stack(norms).tolist() if norms else ():
             total += norm * norm
-        self.grad_norm = math.sqrt(total) if total >= 0 else math.nan
-        if not math.isfinite(self.grad_norm):
+        unscale = 1.0 if scaling is None or scaling.inverse is None else scaling.inverse
+        self.grad_norm = math.sqrt(total) * unscale if total >= 0 else math.nan
+        if not math.isfinite(self.grad_norm) or (scaling is not None and not scaling.finite):
             return None
         if self.options.max_grad_norm is None:
-            return 1.0
-        return min(1.0, self.options.max_grad_norm / (self.grad_norm + 1e-6))
+            return unscale
+        return unscale * min(1.0, self.options.max_grad_norm / (self.grad_norm + 1e-6))
 
     def _submit(self, present: list[GradientSlot], scale: float) -> None:
         """Queue the update of every layer that has gradients, with everything it depends on captured now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 
 import torch
 
@@ -38,6 +39,7 @@ def explain_out_of_memory(error: BaseException, target: Target, recipe: Recipe, 
     report : Report
         The runtime's, after the error.
     """
+    traceback.clear_frames(error.__traceback__)  # an interrupted checkpoint of older torch keeps its hooks there
     reserved = 0 if target.emulated else torch.cuda.memory_reserved(target.torch_device)
     asked = _asked_for(str(error))
     smallest = report.pool_nbytes + max(reserved + asked, torch_memory(recipe))
