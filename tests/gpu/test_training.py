@@ -256,11 +256,10 @@ def test_torch_is_capped_and_the_pool_grows_into_what_is_left() -> None:
 
 def test_everything_is_given_back() -> None:
     driver = open_driver("cuda")
-    torch.zeros(1, device="cuda")
-    gc.collect()
-    torch.cuda.empty_cache()
-    free = driver.memory_info(0).free
-    for _ in range(3):
+    free = 0
+    for number in range(4):
+        if number == 1:  # the first one leaves cuBLAS's workspaces
+            free = driver.memory_info(0).free
         model = Decoder(width=512)
         optimizer = torch.optim.AdamW(model.parameters())
         memferry_rt.offload(model, optimizer, device="cuda:0", device_memory=256 * MIB, pool_memory=64 * MIB)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,8 @@ from torch import nn
 import memferry_rt
 from memferry_allocator import EmulatedOptions, InvalidRequestError, MemFerryError
 from memferry_rt import BudgetError
+from memferry_rt.adapters.torch.budget import plan_budget
+from memferry_rt.layout import LayerLayout, ParameterSpec, lay_out
 
 from .harness import Job, assert_same, offloaded, plain
 from .models import Block, Decoder, next_token_loss
@@ -129,3 +133,54 @@ def test_host_memory_does_not_grow_over_steps() -> None:
             seen.add((runtime.driver.registered, runtime.space.pool.peak, runtime.report().host_nbytes))
     assert len(seen) == 1
     memferry_rt.restore(model)
+
+
+class FakeCuda:
+    """What torch tells of one device, and takes: reserved bytes, their peak, and a cap."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, cached: int, held: int) -> None:
+        self.reserved = self.peak = cached + held
+        self.held = held
+        self.fraction = 1.0
+        properties = types.SimpleNamespace(total_memory=1 << 30)
+        for name, value in {
+            "get_device_properties": lambda device: properties,
+            "set_per_process_memory_fraction": self._cap,
+            "empty_cache": self._empty,
+            "reset_peak_memory_stats": self._reset,
+            "max_memory_reserved": lambda device: self.peak,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def _cap(self, fraction: float, device: int) -> None:
+        self.fraction = fraction
+
+    def _empty(self) -> None:
+        self.reserved = self.held
+
+    def _reset(self, device: int) -> None:
+        self.peak = self.reserved
+
+    def reserve(self, nbytes: int) -> None:
+        self.reserved += nbytes
+        self.peak = max(self.peak, self.reserved)
+
+
+def test_what_torch_reserved_before_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch, cached=400 << 20, held=8 << 20)
+    layers = [layout(f"layer{number}", 16 << 20) for number in range(8)]
+    budget = plan_budget(256 << 20, layers, [(number,) for number in range(8)], pool=None, device=0)
+    budget.begin()
+    assert cuda.fraction == budget.torch_limit / (1 << 30)
+    cuda.reserve(40 << 20)
+    assert budget.peak(0) == budget.pool + (48 << 20) <= budget.total
+    larger = budget.after_first_step()
+    assert larger is not None
+    assert larger.pool > budget.pool
+    larger.apply()  # the peak of the first step still counts
+    assert larger.peak(0) == larger.pool + (48 << 20) <= budget.total
+
+
+def layout(name: str, nbytes: int) -> LayerLayout:
+    spec = ParameterSpec("weight", nbytes // 4, 4, trainable=True, updated=True, master=False)
+    return lay_out(name, [spec])

@@ -49,6 +49,13 @@ class Budget:
     def torch_limit(self) -> int:
         return self.total - self.pool
 
+    def begin(self) -> None:
+        """Cap what torch may reserve, give back what it only caches, and count its peak from here on."""
+        self.apply()
+        if self.device is not None:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
     def apply(self) -> None:
         """Cap what torch may reserve."""
         if self.device is not None:

@@ -120,7 +120,7 @@ def offload(
     layouts, geometries = plan_layouts(cuts, updated, dtype)
     budget = _plan(model, cuts, layouts, options, driver, ordinal)
     materialiser = Materialiser(model, param_init_fn)
-    budget.apply()
+    budget.begin()
     runtime = Runtime(model, optimizer, options, driver, ordinal, cuts, layouts, geometries, budget, materialiser)
     model.__dict__[_ATTRIBUTE] = runtime
     return model, optimizer
