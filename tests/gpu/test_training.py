@@ -254,6 +254,16 @@ def test_torch_is_capped_and_the_pool_grows_into_what_is_left() -> None:
     torch.empty(total, dtype=torch.uint8, device="cuda")
 
 
+def test_a_model_that_was_on_the_device_does_not_count() -> None:
+    model = Decoder(width=1024, layers=8).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    on_device = torch.cuda.memory_reserved()
+    memferry_rt.offload(model, optimizer, device="cuda:0", device_memory=200 * MIB, pool_memory=64 * MIB)
+    report = memferry_rt.runtime_of(model).report()
+    assert report.device_peak <= report.device_memory < on_device
+    memferry_rt.restore(model)
+
+
 def test_everything_is_given_back() -> None:
     driver = open_driver("cuda")
     free = 0

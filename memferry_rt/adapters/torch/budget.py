@@ -49,9 +49,8 @@ class Budget:
     def torch_limit(self) -> int:
         return self.total - self.pool
 
-    def begin(self) -> None:
-        """Cap what torch may reserve, give back what it only caches, and count its peak from here on."""
-        self.apply()
+    def start_counting(self) -> None:
+        """Give back what torch only caches, and count its peak from here on: the model has left the device."""
         if self.device is not None:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)

@@ -120,8 +120,9 @@ def offload(
     layouts, geometries = plan_layouts(cuts, updated, dtype)
     budget = _plan(model, cuts, layouts, options, driver, ordinal)
     materialiser = Materialiser(model, param_init_fn)
-    budget.begin()
+    budget.apply()
     runtime = Runtime(model, optimizer, options, driver, ordinal, cuts, layouts, geometries, budget, materialiser)
+    budget.start_counting()
     model.__dict__[_ATTRIBUTE] = runtime
     return model, optimizer
 
