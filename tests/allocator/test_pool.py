@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from memferry_allocator import (
     Stream,
 )
 
+from ..threads import in_threads
 from .machine import Bytes, Machine, address, refused
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -459,32 +459,24 @@ def test_a_pool_that_nobody_closes_and_that_never_comes_to_rest(machine: Machine
 
 def test_threads_on_streams_of_their_own(emulate: Callable[..., Machine]) -> None:
     machine = emulate(eagerness=0.2)
-    driver, pool, errors = machine.driver, DevicePool(machine.driver, 0, 256 * KIB), []
+    driver, pool = machine.driver, DevicePool(machine.driver, 0, 256 * KIB)
 
     def work(number: int) -> None:
-        try:
-            mine = Machine(driver)
-            stream, out = mine.stream(), np.zeros(2000, np.uint8)
-            for turn in range(40):
-                sizes = [100 + 37 * (turn % 7), 2000, 5000 + number]
-                blocks = [(pool.allocate(size, stream=stream), size) for size in sizes]
-                for ptr, size in blocks:
-                    driver.fill(ptr, number + 1, size, stream=stream)
-                driver.copy(address(out), blocks[1][0], 2000, stream=stream)
-                stream.synchronize()
-                assert set(out) == {number + 1}
-                for ptr, size in blocks:
-                    pool.deallocate(ptr, size, stream=stream)
-            mine.close()
-        except BaseException as error:
-            errors.append(error)
+        mine = Machine(driver)
+        stream, out = mine.stream(), np.zeros(2000, np.uint8)
+        for turn in range(40):
+            sizes = [100 + 37 * (turn % 7), 2000, 5000 + number]
+            blocks = [(pool.allocate(size, stream=stream), size) for size in sizes]
+            for ptr, size in blocks:
+                driver.fill(ptr, number + 1, size, stream=stream)
+            driver.copy(address(out), blocks[1][0], 2000, stream=stream)
+            stream.synchronize()
+            assert set(out) == {number + 1}
+            for ptr, size in blocks:
+                pool.deallocate(ptr, size, stream=stream)
+        mine.close()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
+    in_threads(8, work)
     assert (pool.used, pool.largest_free) == (0, 256 * KIB)
     driver.synchronize(0)
     pool.close()

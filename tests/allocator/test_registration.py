@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -21,6 +20,7 @@ from memferry_allocator import (
 )
 from memferry_allocator.host.registration import MAX_CHUNK, Registration
 
+from ..threads import in_threads
 from .driver_cases import PAGE, map_pages, unmap_pages
 from .machine import Machine, address, pages, pattern, refused
 
@@ -231,27 +231,17 @@ def test_split_and_covers(
 
 # -- threads and the garbage collector ---------------------------------------------------------------------
 def test_threads_register_and_close(machine: Machine) -> None:
-    known, errors = registrations(machine.driver), []
+    known = registrations(machine.driver)
 
     def work(number: int) -> None:
-        try:
-            data = pages(PAGE)
-            for turn in range(30):
-                held = known.register(address(data) + turn, 100 + number)
-                assert known.covers(address(data) + turn, 100 + number)
-                assert known.split(address(data) + turn, 100 + number) == [
-                    Span(address(data) + turn, 100 + number)
-                ]
-                held.close()
-        except BaseException as error:
-            errors.append(error)
+        data = pages(PAGE)
+        for turn in range(30):
+            held = known.register(address(data) + turn, 100 + number)
+            assert known.covers(address(data) + turn, 100 + number)
+            assert known.split(address(data) + turn, 100 + number) == [Span(address(data) + turn, 100 + number)]
+            held.close()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(8, work)
     assert known.nbytes == 0
 
 

@@ -32,6 +32,7 @@ from memferry_allocator import (
     Stream,
 )
 
+from ..threads import in_threads
 from .machine import Bytes, Machine, address, pages, pattern, refused
 
 SIZE = 1024
@@ -637,30 +638,21 @@ def test_a_buffer_is_a_sequence(world: World) -> None:
 def test_threads_share_a_space(emulate: Callable[..., Machine], seed: int) -> None:
     """Each counts up in partitions of its own, in all places, while all compete for the budget."""
     world = World(emulate(seed=seed, eagerness=0.2), budget=4 * SIZE, parts=8)
-    errors: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            stream = world.driver.create_stream(0)
-            for turn in range(25):
-                part = world.buffer[number * 2 + turn % 2]
-                place = list(Place)[(turn + number) % 3]
-                with part.acquire(place, Mode.WRITE, stream=None if place is Place.HOST else stream) as view:
-                    if place is Place.HOST:
-                        world.home(part)[:] = turn
-                    else:
-                        world.driver.fill(view.ptr, turn, SIZE, stream=stream)
-                assert set(world.read(part, list(Place)[turn % 3], stream)) == {turn}
-            stream.close()
-        except BaseException as error:
-            errors.append(error)
+        stream = world.driver.create_stream(0)
+        for turn in range(25):
+            part = world.buffer[number * 2 + turn % 2]
+            place = list(Place)[(turn + number) % 3]
+            with part.acquire(place, Mode.WRITE, stream=None if place is Place.HOST else stream) as view:
+                if place is Place.HOST:
+                    world.home(part)[:] = turn
+                else:
+                    world.driver.fill(view.ptr, turn, SIZE, stream=stream)
+            assert set(world.read(part, list(Place)[turn % 3], stream)) == {turn}
+        stream.close()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
+    in_threads(4, work)
     world.space.close()
     for index, part in enumerate(world.buffer):
         assert set(world.home(part)) == {24 - index % 2}

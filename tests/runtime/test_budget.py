@@ -170,8 +170,7 @@ def test_what_torch_reserved_before_does_not_count(monkeypatch: pytest.MonkeyPat
     cuda = FakeCuda(monkeypatch, cached=400 << 20, held=8 << 20)
     layers = [layout(f"layer{number}", 16 << 20) for number in range(8)]
     budget = plan_budget(256 << 20, layers, [(number,) for number in range(8)], pool=None, device=0)
-    budget.apply()
-    budget.start_counting()
+    budget.begin()
     assert cuda.fraction == budget.torch_limit / (1 << 30)
     cuda.reserve(40 << 20)
     assert budget.peak(0) == budget.pool + (48 << 20) <= budget.total

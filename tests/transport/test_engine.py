@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +31,7 @@ from memferry_allocator.driver import LinkModel
 from memferry_transport import InvalidTransferError, Transfer, TransferEngine, TransportError
 
 from ..allocator.machine import Bytes, Machine, address, pages, pattern, refused
+from ..threads import in_threads
 
 N = 8192
 IN, OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
@@ -438,32 +438,24 @@ def test_any_regions_arrive_byte_for_byte(
 def test_threads(seed: int) -> None:
     """Eight threads, each with memory and a stream of its own, on one engine."""
     driver = EmulatedDriver(EmulatedOptions(seed=seed, eagerness=0.2))
-    engine, errors = TransferEngine(driver, 0), []
+    engine = TransferEngine(driver, 0)
 
     def work(number: int) -> None:
-        try:
-            machine = Machine(driver)
-            arena, stream = HostArena(driver, 4 * N), machine.stream()
-            there, back, ptr = arena.cut(N), arena.cut(N), machine.device(N)
-            for turn in range(15):
-                data = pattern(N, number * 100 + turn)
-                arena.array(there)[:] = data
-                engine.copy(Span(ptr, N), there, IN, stream=stream)
-                engine.copy(back, Span(ptr, N), OUT, stream=stream)
-                stream.synchronize()
-                with driver.host_access(reads=[back]):
-                    assert np.array_equal(arena.array(back), data)
-            arena.close()
-            machine.close()
-        except BaseException as error:
-            errors.append(error)
+        machine = Machine(driver)
+        arena, stream = HostArena(driver, 4 * N), machine.stream()
+        there, back, ptr = arena.cut(N), arena.cut(N), machine.device(N)
+        for turn in range(15):
+            data = pattern(N, number * 100 + turn)
+            arena.array(there)[:] = data
+            engine.copy(Span(ptr, N), there, IN, stream=stream)
+            engine.copy(back, Span(ptr, N), OUT, stream=stream)
+            stream.synchronize()
+            with driver.host_access(reads=[back]):
+                assert np.array_equal(arena.array(back), data)
+        arena.close()
+        machine.close()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
+    in_threads(8, work)
     assert engine.bytes_moved == dict.fromkeys(Direction, 8 * 15 * N)
     engine.close()
 

@@ -49,8 +49,12 @@ class Budget:
     def torch_limit(self) -> int:
         return self.total - self.pool
 
-    def start_counting(self) -> None:
-        """Give back what torch only caches, and count its peak from here on: the model has left the device."""
+    def begin(self) -> None:
+        """Cap what torch may reserve, give back what it only caches, and count its peak from here on.
+
+        For a model that has left the device already: its weights there do not count.
+        """
+        self.apply()
         if self.device is not None:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)

@@ -120,9 +120,8 @@ def offload(
     layouts, geometries = plan_layouts(cuts, updated, dtype)
     budget = _plan(model, cuts, layouts, options, driver, ordinal)
     materialiser = Materialiser(model, param_init_fn)
-    budget.apply()
     runtime = Runtime(model, optimizer, options, driver, ordinal, cuts, layouts, geometries, budget, materialiser)
-    budget.start_counting()
+    budget.begin()
     model.__dict__[_ATTRIBUTE] = runtime
     return model, optimizer
 
