@@ -5,10 +5,13 @@ Stands alone: it knows no framework and loads no CUDA library until a device is 
 
 from .device import DevicePool
 from .driver import (
+    CaptureMode,
     Driver,
     EmulatedDriver,
     EmulatedOptions,
     Event,
+    PageKind,
+    PageLocation,
     Span,
     Stream,
     open_device,
@@ -16,14 +19,18 @@ from .driver import (
 )
 from .errors import (
     AllocatorError,
+    CaptureError,
     ClosedError,
+    DeviceLostError,
     DriverError,
     DriverNotFoundError,
     DriverOutOfMemory,
+    ForkedError,
     InvalidRequestError,
     MemFerryError,
     OutOfMemory,
     RaceError,
+    UnsupportedError,
 )
 from .host import ArenaOptions, HostArena, RegistrationMap, registrations
 from .shadow import Copier, DirectCopier, Direction, Mode, Partition, Place, ShadowBuffer, ShadowSpace, View
@@ -32,8 +39,11 @@ from .sizes import format_size, parse_size
 __all__ = [
     "AllocatorError",
     "ArenaOptions",
+    "CaptureError",
+    "CaptureMode",
     "ClosedError",
     "Copier",
+    "DeviceLostError",
     "DevicePool",
     "DirectCopier",
     "Direction",
@@ -44,11 +54,14 @@ __all__ = [
     "EmulatedDriver",
     "EmulatedOptions",
     "Event",
+    "ForkedError",
     "HostArena",
     "InvalidRequestError",
     "MemFerryError",
     "Mode",
     "OutOfMemory",
+    "PageKind",
+    "PageLocation",
     "Partition",
     "Place",
     "RaceError",
@@ -57,6 +70,7 @@ __all__ = [
     "ShadowSpace",
     "Span",
     "Stream",
+    "UnsupportedError",
     "View",
     "format_size",
     "open_device",

@@ -34,6 +34,18 @@ class RaceError(AllocatorError):
     """Two overlapping accesses, one of them a write, that nothing orders (emulated device only)."""
 
 
+class UnsupportedError(AllocatorError):
+    """The device or driver has not got what the call needs; nothing was changed."""
+
+
+class ForkedError(AllocatorError):
+    """A driver, or what was made with it, is used in a child of the process that opened it."""
+
+
+class CaptureError(AllocatorError):
+    """The call may not happen while a stream is captured into a graph; the capture goes on unharmed."""
+
+
 class OutOfMemory(AllocatorError, MemoryError):
     """A budget or a device ran out.
 
@@ -74,6 +86,10 @@ class DriverError(AllocatorError):
 
 class DriverNotFoundError(DriverError):
     """No driver library, or a driver without a device: this machine has no accelerator."""
+
+
+class DeviceLostError(DriverError):
+    """The device's context is gone: reset, destroyed, or broken by an earlier error.  Every handle is dead."""
 
 
 class DriverOutOfMemory(OutOfMemory, DriverError):

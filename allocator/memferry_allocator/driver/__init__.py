@@ -5,11 +5,24 @@ from __future__ import annotations
 import re
 
 from ..errors import DriverError, DriverNotFoundError, InvalidRequestError
-from .api import Bracket, DeviceInfo, Driver, Event, MemoryInfo, Span, Stream, require_stream
+from .api import (
+    Bracket,
+    CaptureMode,
+    DeviceInfo,
+    Driver,
+    Event,
+    MemoryInfo,
+    PageKind,
+    PageLocation,
+    Span,
+    Stream,
+    require_stream,
+)
 from .emulated import EmulatedDriver, EmulatedOptions, LinkModel
 
 __all__ = [
     "Bracket",
+    "CaptureMode",
     "DeviceInfo",
     "Driver",
     "EmulatedDriver",
@@ -17,6 +30,8 @@ __all__ = [
     "Event",
     "LinkModel",
     "MemoryInfo",
+    "PageKind",
+    "PageLocation",
     "Span",
     "Stream",
     "open_device",

@@ -10,11 +10,13 @@ import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
-from ..errors import InvalidRequestError
+from ..errors import ForkedError, InvalidRequestError, UnsupportedError
 
 
 class Span(NamedTuple):
@@ -43,6 +45,29 @@ class MemoryInfo(NamedTuple):
 
     free: int
     total: int
+
+
+class PageKind(Enum):
+    """Where physical pages of a virtual range lie."""
+
+    DEVICE = "device"
+    HOST = "host"  # on a NUMA node of the host, reached by the device over its link
+
+
+@dataclass(frozen=True)
+class PageLocation:
+    """A place for physical pages: a device by its ordinal, or a NUMA node of the host."""
+
+    kind: PageKind
+    ordinal: int = 0
+
+
+class CaptureMode(Enum):
+    """Which calls a capture forbids meanwhile, as in CUDA: to everybody, to the capturing thread, to nobody."""
+
+    GLOBAL = "global"
+    THREAD_LOCAL = "thread-local"
+    RELAXED = "relaxed"
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +180,7 @@ class Driver(ABC):
     """An accelerator driver.  Errors are `DriverError` with the driver's own code, or a subclass."""
 
     name: ClassVar[str]
+    _forked = False
 
     # -- devices ------------------------------------------------------------------------------------
     @property
@@ -222,6 +248,10 @@ class Driver(ABC):
     @abstractmethod
     def host_unregister(self, address: int) -> None:
         """Undo `host_register`; `address` is the start given there.  Pending work must have been waited for."""
+
+    @abstractmethod
+    def host_registration(self, address: int) -> Span | None:
+        """The registration, by whomever in this process, that holds host memory at `address`; None without one."""
 
     @abstractmethod
     def host_device_pointer(self, address: int, device: int) -> int:
@@ -310,6 +340,91 @@ class Driver(ABC):
     def fill(self, ptr: int, value: int, nbytes: int, *, stream: Stream) -> None:
         """Enqueue setting `nbytes` bytes behind a device pointer to `value` (0 … 255).  Zero bytes do nothing."""
 
+    # -- driver pools ---------------------------------------------------------------------------------
+    def malloc_async(self, device: int, nbytes: int, *, stream: Stream) -> int:
+        """Memory of the driver's own stream-ordered pool, usable in `stream`'s order.
+
+        Raises
+        ------
+        UnsupportedError
+            This driver has no such pools.
+        DriverOutOfMemory
+            The device has less than `nbytes`.
+        """
+        raise self._unsupported("driver pools")
+
+    def free_async(self, device: int, ptr: int, *, stream: Stream) -> None:
+        """Give back what `malloc_async` returned, after what is enqueued on `stream`."""
+        raise self._unsupported("driver pools")
+
+    def trim_pool(self, device: int, keep: int = 0) -> None:
+        """Let the driver's pool give unused memory beyond `keep` bytes back to the device."""
+        raise self._unsupported("driver pools")
+
+    # -- virtual memory -------------------------------------------------------------------------------
+    def page_granularity(self, location: PageLocation) -> int:
+        """Bytes that sizes and offsets of physical pages at `location` are multiples of.
+
+        Raises
+        ------
+        UnsupportedError
+            This driver or device has no virtual memory management; so does every call below.
+        """
+        raise self._unsupported("virtual memory management")
+
+    def reserve_addresses(self, nbytes: int, *, alignment: int = 0) -> int:
+        """Reserve device addresses with nothing behind them; `nbytes` is a multiple of the granularity."""
+        raise self._unsupported("virtual memory management")
+
+    def release_addresses(self, address: int, nbytes: int) -> None:
+        """Undo `reserve_addresses`; nothing may be mapped there any more."""
+        raise self._unsupported("virtual memory management")
+
+    def create_pages(self, location: PageLocation, nbytes: int) -> int:
+        """Physical pages without an address; a handle for `map_pages`.
+
+        Raises
+        ------
+        DriverOutOfMemory
+            `location` has less than `nbytes`.
+        """
+        raise self._unsupported("virtual memory management")
+
+    def release_pages(self, handle: int) -> None:
+        """Give the handle up; the pages go once nothing is mapped to them either."""
+        raise self._unsupported("virtual memory management")
+
+    def map_pages(self, address: int, nbytes: int, handle: int, *, device: int) -> None:
+        """Put pages behind a whole part of a reserved range and let kernels of `device` read and write them."""
+        raise self._unsupported("virtual memory management")
+
+    def unmap_pages(self, address: int, nbytes: int) -> None:
+        """Undo `map_pages`.  Pending work on the range must have been waited for."""
+        raise self._unsupported("virtual memory management")
+
+    # -- graph capture --------------------------------------------------------------------------------
+    def begin_capture(self, stream: Stream, mode: CaptureMode = CaptureMode.GLOBAL) -> None:
+        """Record what is enqueued on `stream` from now on into a graph instead of running it."""
+        raise self._unsupported("graph capture")
+
+    def end_capture(self, stream: Stream) -> None:
+        """End the capture and drop its graph.
+
+        Raises
+        ------
+        DriverError
+            A forbidden call has invalidated the capture.
+        """
+        raise self._unsupported("graph capture")
+
+    def is_capturing(self, stream: Stream) -> bool:
+        """Whether `stream` is being captured, by whomever; cheap, and harmless to the capture."""
+        return False
+
+    def beside_captures(self) -> AbstractContextManager[None]:
+        """Calls inside that a capture on another stream would forbid are allowed, and leave it unharmed."""
+        return nullcontext()
+
     # -- peers --------------------------------------------------------------------------------------
     @abstractmethod
     def can_access_peer(self, device: int, peer: int) -> bool:
@@ -341,6 +456,24 @@ class Driver(ABC):
     def observe(self, token: Any) -> None:
         """Take over the knowledge in a token of `publish`; pair it with a lock, queue or join."""
         return
+
+    # -- life -----------------------------------------------------------------------------------------
+    def require_usable(self) -> None:
+        """Refuse, before any lock is taken, what this process may not do with this driver any more.
+
+        Raises
+        ------
+        ForkedError
+            This process is a child of the one that opened the driver.
+        """
+        if self._forked:
+            raise ForkedError(
+                f"the {self.name} driver was opened before fork(); start workers with the 'spawn' method, or open "
+                "a driver after the fork only"
+            )
+
+    def _unsupported(self, what: str) -> UnsupportedError:
+        return UnsupportedError(f"{what}: the {self.name} driver has none; use another resource or mapping")
 
     # -- end ----------------------------------------------------------------------------------------
     def finalise(self, action: Callable[[], None]) -> None:

@@ -19,11 +19,12 @@ from typing import Any, ClassVar
 from cuda.bindings import driver as cu
 
 from ..errors import DriverError, DriverNotFoundError, DriverOutOfMemory
-from .api import DeviceInfo, Driver, Event, MemoryInfo, Stream, require_stream
+from .api import DeviceInfo, Driver, Event, MemoryInfo, Span, Stream, require_stream
 
 _LIBRARY = "libcuda.so.1"
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
 _NOT_READY = cu.CUresult.CUDA_ERROR_NOT_READY
+_ATTRIBUTE = cu.CUpointer_attribute
 _PORTABLE_MAPPED, _READ_ONLY = 1 | 2, 8
 _NON_BLOCKING, _DISABLE_TIMING = 1, 2
 _CAPABILITIES = (
@@ -184,6 +185,20 @@ class CudaDriver(Driver):
     def host_unregister(self, address: int) -> None:
         with self._on_any():
             _check("host_unregister", cu.cuMemHostUnregister(address), f"{address:#x}")
+
+    def host_registration(self, address: int) -> Span | None:
+        with self._on_any():
+            kind = cu.cuPointerGetAttribute(_ATTRIBUTE.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
+            if kind[0] != _SUCCESS or int(kind[1]) != int(cu.CUmemorytype.CU_MEMORYTYPE_HOST):
+                return None
+            start, nbytes = (
+                int(_check("host_registration", cu.cuPointerGetAttribute(attribute, address)))
+                for attribute in (
+                    _ATTRIBUTE.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+                    _ATTRIBUTE.CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+                )
+            )
+            return Span(start, nbytes)
 
     def host_device_pointer(self, address: int, device: int) -> int:
         with self._on(device):

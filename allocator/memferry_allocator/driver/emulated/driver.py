@@ -103,6 +103,12 @@ class EmulatedDriver(Driver):
             self._retire(address, self._memory.host.extent(address), "host_unregister")
             self._memory.host.unregister(address)
 
+    def host_registration(self, address: int) -> Span | None:
+        with self._lock:
+            self._alive()
+            found = self._memory.host.find(address, 1)
+            return None if found is None else Span(found.start, found.nbytes)
+
     def host_device_pointer(self, address: int, device: int) -> int:
         with self._lock:
             self._device(device)
