@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import memferry_rt
@@ -179,6 +182,17 @@ def test_what_torch_reserved_before_does_not_count(monkeypatch: pytest.MonkeyPat
     assert larger.pool > budget.pool
     larger.apply()  # the peak of the first step still counts
     assert larger.peak(0) == larger.pool + (48 << 20) <= budget.total
+
+
+@given(torch_nbytes=st.integers(1 << 20, 4 << 30), sizes=st.lists(st.integers(1, 200), min_size=1, max_size=8))
+def test_the_smallest_total_leaves_torch_what_it_needs(torch_nbytes: int, sizes: list[int]) -> None:
+    layers = [layout(f"layer{index}", size << 20) for index, size in enumerate(sizes)]
+    groups = [(index,) for index in range(len(layers))]
+    first = plan_budget(64 << 30, layers, groups, pool=None, device=0)
+    smallest = first.smallest_for(torch_nbytes)
+    assert plan_budget(smallest, layers, groups, pool=None, device=0).torch_limit >= torch_nbytes
+    with contextlib.suppress(BudgetError):
+        assert plan_budget(smallest - 2, layers, groups, pool=None, device=0).torch_limit < torch_nbytes
 
 
 def layout(name: str, nbytes: int) -> LayerLayout:

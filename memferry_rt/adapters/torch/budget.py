@@ -29,8 +29,8 @@ class Budget:
     ----------
     together : int
         What the weights that are needed at the same time must have of the pool.
-    wanted : int
-        The pool that holds all weights.
+    least, comfortable, wanted : int
+        The smallest pool that works, one that lets weights arrive ahead of their use, and one that holds all.
     device : int or None
         The CUDA device whose torch allocator is capped; None on the emulated device.
     """
@@ -39,6 +39,8 @@ class Budget:
     pool: int
     ring: int
     together: int
+    least: int
+    comfortable: int
     wanted: int
     largest_gradient: int
     smallest_layer: int
@@ -48,6 +50,13 @@ class Budget:
     @property
     def torch_limit(self) -> int:
         return self.total - self.pool
+
+    def smallest_for(self, torch_nbytes: int) -> int:
+        """The smallest total that, shared like this one, leaves torch `torch_nbytes` bytes."""
+        if self.fixed:
+            return self.pool + torch_nbytes
+        quarter = -(-torch_nbytes * 4 // 3)  # where a quarter of the total is the pool
+        return max(torch_nbytes + self.least, min(quarter, torch_nbytes + self.comfortable))
 
     def begin(self) -> None:
         """Cap what torch may reserve, give back what it only caches, and count its peak from here on.
@@ -127,18 +136,20 @@ def plan_budget(
         raise BudgetError(name, available, smallest, reason)
     weights = sum(layout.weight_nbytes for layout in layouts)
     wanted = weights + _whole_ring(gradient)
+    comfortable = min(2 * max(layout.weight_nbytes for layout in layouts) + _whole_ring(gradient), wanted)
     if pool is not None:
         chosen = pool
     elif device is None:
         chosen = min(total, wanted)
     else:
-        comfortable = 2 * max(layout.weight_nbytes for layout in layouts) + _whole_ring(gradient)
-        chosen = min(max(smallest, min(comfortable, total // 4)), wanted)
+        chosen = max(smallest, min(comfortable, total // 4))
     return Budget(
         total=total,
         pool=chosen,
         ring=_ring(chosen, gradient, worst[0]),
         together=worst[0],
+        least=smallest,
+        comfortable=comfortable,
         wanted=wanted,
         largest_gradient=gradient,
         smallest_layer=min(layout.weight_nbytes for layout in layouts),

@@ -405,6 +405,10 @@ class Runtime:
             grad_norm=self.grad_norm,
         )
 
+    def smallest_device_memory(self, torch_nbytes: int) -> int:
+        """The smallest `device_memory` in bytes that would leave torch `torch_nbytes` bytes from the start."""
+        return self.budget.smallest_for(torch_nbytes)
+
     @torch.no_grad()
     def master_parameters(self) -> dict[str, torch.Tensor]:
         """The fp32 value of every parameter that is updated, by name: CPU views of the runtime's own state."""

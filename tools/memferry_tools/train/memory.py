@@ -8,7 +8,7 @@ import traceback
 import torch
 
 from memferry_allocator import format_size
-from memferry_rt import Report
+from memferry_rt import Runtime
 
 from ..errors import ToolError
 from .activations import torch_memory
@@ -28,7 +28,7 @@ def default_device_memory(target: Target, recipe: Recipe) -> int:
     return recipe.weight_nbytes // 3 if target.emulated else target.free * 3 // 4
 
 
-def explain_out_of_memory(error: BaseException, target: Target, recipe: Recipe, report: Report) -> ToolError:
+def explain_out_of_memory(error: BaseException, target: Target, recipe: Recipe, runtime: Runtime) -> ToolError:
     """The error for a user whose device budget holds the weights and not what torch computes with them.
 
     Parameters
@@ -36,13 +36,14 @@ def explain_out_of_memory(error: BaseException, target: Target, recipe: Recipe, 
     error : torch.OutOfMemoryError
     target : Target
     recipe : Recipe
-    report : Report
-        The runtime's, after the error.
+    runtime : Runtime
+        After the error.
     """
     traceback.clear_frames(error.__traceback__)  # an interrupted checkpoint of older torch keeps its hooks there
     reserved = 0 if target.emulated else torch.cuda.memory_reserved(target.torch_device)
     asked = _asked_for(str(error))
-    smallest = report.pool_nbytes + max(reserved + asked, torch_memory(recipe))
+    report = runtime.report()
+    smallest = runtime.smallest_device_memory(max(reserved + asked, torch_memory(recipe)))
     ways = ["use a smaller --micro-batch or --seq"]
     ways += ["--checkpointing"] * (not recipe.checkpointing)
     ways += ["a smaller --pool-memory"] * (report.steps > 0)

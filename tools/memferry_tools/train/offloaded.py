@@ -95,8 +95,7 @@ class OffloadedTraining:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         except torch.OutOfMemoryError as error:
-            report = self._runtime.report()
-            raise explain_out_of_memory(error, self._placement.target, self._recipe, report) from error
+            raise explain_out_of_memory(error, self._placement.target, self._recipe, self._runtime) from error
         report = self._runtime.report()
         return StepResult(losses.tolist(), report.grad_norm, report.device_peak)
 
