@@ -1,0 +1,59 @@
+"""The allocations of a training run: llama-1b on sequences of random length, recorded from torch without data.
+
+Every storage that autograd and the operators make and drop, in their order; nothing is computed, so a log of
+tens of GiB is made in seconds on any machine.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memferry_tools.train.model import Decoder
+from memferry_tools.train.presets import find_preset
+from memferry_tools.train.storages import StorageLives
+
+
+class Action(NamedTuple):
+    """One line of a log: `number` is allocated, with its size, or freed."""
+
+    allocates: bool
+    number: int
+    nbytes: int
+
+
+def record(preset: str = "llama-1b", *, steps: int = 12, micro_batch: int = 4, seed: int = 0) -> list[Action]:
+    """The log of `steps` steps in bf16, gradients dropped after each, without activation checkpointing."""
+    actions: list[Action] = []
+    lengths = random.Random(seed)
+    lives = StorageLives(
+        lambda number, nbytes: actions.append(Action(True, number, nbytes)),
+        lambda number, nbytes: actions.append(Action(False, number, nbytes)),
+    )
+    default = torch.get_default_dtype()
+    try:
+        with FakeTensorMode(), lives:
+            torch.set_default_dtype(torch.bfloat16)
+            model = Decoder(find_preset(preset).shape, checkpointing=False)
+            for _ in range(steps):
+                tokens = torch.zeros(micro_batch, lengths.randint(200, 2000), dtype=torch.int64)
+                model(tokens, tokens).backward()
+                for parameter in model.parameters():
+                    parameter.grad = None
+            torch.set_default_dtype(default)
+            del model, tokens, parameter
+    finally:
+        torch.set_default_dtype(default)
+    return [action for action in actions if action.nbytes]
+
+
+def live_peak(actions: list[Action]) -> int:
+    """Most bytes asked for and not freed at the same time."""
+    now = peak = 0
+    for action in actions:
+        now += action.nbytes if action.allocates else -action.nbytes
+        peak = max(peak, now)
+    return peak
