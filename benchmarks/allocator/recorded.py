@@ -7,31 +7,22 @@ tens of GiB is made in seconds on any machine.
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memferry_allocator.device.log import Action, LogEntry
 from memferry_tools.train.model import Decoder
 from memferry_tools.train.presets import find_preset
 from memferry_tools.train.storages import StorageLives
 
 
-class Action(NamedTuple):
-    """One line of a log: `number` is allocated, with its size, or freed."""
-
-    allocates: bool
-    number: int
-    nbytes: int
-
-
-def record(preset: str = "llama-1b", *, steps: int = 12, micro_batch: int = 4, seed: int = 0) -> list[Action]:
+def record(preset: str = "llama-1b", *, steps: int = 12, micro_batch: int = 4, seed: int = 0) -> list[LogEntry]:
     """The log of `steps` steps in bf16, gradients dropped after each, without activation checkpointing."""
-    actions: list[Action] = []
+    entries: list[LogEntry] = []
     lengths = random.Random(seed)
     lives = StorageLives(
-        lambda number, nbytes: actions.append(Action(True, number, nbytes)),
-        lambda number, nbytes: actions.append(Action(False, number, nbytes)),
+        lambda number, nbytes: entries.append(LogEntry(Action.ALLOCATE, 0.0, 0, number + 1, 0, nbytes, 0)),
+        lambda number, nbytes: entries.append(LogEntry(Action.FREE, 0.0, 0, number + 1, 0, nbytes, 0)),
     )
     default = torch.get_default_dtype()
     try:
@@ -47,13 +38,4 @@ def record(preset: str = "llama-1b", *, steps: int = 12, micro_batch: int = 4, s
             del model, tokens, parameter
     finally:
         torch.set_default_dtype(default)
-    return [action for action in actions if action.nbytes]
-
-
-def live_peak(actions: list[Action]) -> int:
-    """Most bytes asked for and not freed at the same time."""
-    now = peak = 0
-    for action in actions:
-        now += action.nbytes if action.allocates else -action.nbytes
-        peak = max(peak, now)
-    return peak
+    return [entry for entry in entries if entry.nbytes]

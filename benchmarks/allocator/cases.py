@@ -1,0 +1,223 @@
+"""What is measured; each case returns what is worth keeping, or None where it cannot run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from memferry_allocator import (
+    DevicePool,
+    DriverMemory,
+    HostArena,
+    Mode,
+    Place,
+    ShadowSpace,
+    SizeOnlyDriver,
+    VirtualMemory,
+    open_driver,
+    replay,
+)
+
+from . import peers
+from .recorded import record
+from .timing import per_call, summary
+
+MIB, GIB = 1 << 20, 1 << 30
+CASES: dict[str, Callable[[Settings], Any]] = {}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where and how much."""
+
+    device: str
+    small: bool
+
+    @property
+    def cuda(self) -> bool:
+        return self.device == "cuda"
+
+
+def case(function: Callable[[Settings], Any]) -> Callable[[Settings], Any]:
+    CASES[function.__name__] = function
+    return function
+
+
+@case
+def machine(settings: Settings) -> Any:
+    driver = open_driver(settings.device)
+    versions = {name: getattr(peers.library(name), "__version__", None) for name in ("torch", "cupy", "rmm")}
+    return {"device": driver.device_info(0).name, **versions}
+
+
+# -- allocate and free 1 MiB -----------------------------------------------------------------------------
+@case
+def pair_pool(settings: Settings) -> Any:
+    driver = open_driver(settings.device)
+    stream = driver.create_stream(0)
+    pool = DevicePool(driver, 0, 256 * MIB)
+
+    def pair() -> None:
+        pool.deallocate(pool.allocate(MIB, stream=stream), MIB, stream=stream)
+
+    return per_call(pair, settle=stream.synchronize)
+
+
+@case
+def pair_driver(settings: Settings) -> Any:
+    driver = open_driver(settings.device)
+    return per_call(lambda: driver.free(0, driver.malloc(0, MIB)), calls=200)
+
+
+@case
+def pair_torch(settings: Settings) -> Any:
+    return peers.torch_pair(MIB) if settings.cuda else None
+
+
+@case
+def pair_cupy(settings: Settings) -> Any:
+    return peers.cupy_pair(MIB) if settings.cuda else None
+
+
+@case
+def pair_rmm(settings: Settings) -> Any:
+    return peers.rmm_pair(MIB) if settings.cuda else None
+
+
+# -- a training log --------------------------------------------------------------------------------------
+def _log(settings: Settings) -> Any:
+    return record("tiny", steps=4) if settings.small else record(steps=8)
+
+
+def _live_peak(settings: Settings) -> int:
+    driver = SizeOnlyDriver()
+    return replay(_log(settings), DevicePool(driver, 0, 0, maximum=1 << 44)).live_peak
+
+
+def _replayed(pool: DevicePool, settings: Settings) -> Any:
+    report = replay(_log(settings), pool)
+    kept = {name: getattr(report, name) for name in ("operations", "live_peak", "reserved_peak", "seconds")}
+    return {**kept, "fragmentation": report.fragmentation, "operations_per_second": report.operations_per_second}
+
+
+def _driver(settings: Settings) -> Any:
+    return open_driver("cuda") if settings.cuda else SizeOnlyDriver()
+
+
+@case
+def replay_slab(settings: Settings) -> Any:
+    """One slab: the smallest that takes the log, in steps of 1% over its live peak."""
+    driver, live = _driver(settings), _live_peak(settings)
+    for percent in range(100, 131):
+        pool = DevicePool(driver, 0, live * percent // 100)
+        report = replay(_log(settings), pool)
+        pool.close()
+        if report.refused == 0:
+            return {"live_peak": live, "reserved_peak": pool.nbytes, "fragmentation": pool.nbytes / live - 1}
+    return None
+
+
+@case
+def replay_segments(settings: Settings) -> Any:
+    driver = _driver(settings)
+    return _replayed(DevicePool(driver, 0, 0, maximum=128 * GIB, source=DriverMemory(driver, 0)), settings)
+
+
+@case
+def replay_virtual(settings: Settings) -> Any:
+    driver = _driver(settings)
+    source = VirtualMemory(driver, 0, 256 * GIB)
+    return _replayed(DevicePool(driver, 0, 0, maximum=128 * GIB, source=source), settings)
+
+
+@case
+def replay_torch(settings: Settings) -> Any:
+    return _peer_replay(peers.torch_reserved(_log(settings)), settings) if settings.cuda else None
+
+
+@case
+def replay_rmm(settings: Settings) -> Any:
+    if not settings.cuda:
+        return None
+    reserved = peers.rmm_reserved(_log(settings), 256 * MIB)
+    return None if reserved is None else _peer_replay(reserved, settings)
+
+
+def _peer_replay(reserved: int, settings: Settings) -> Any:
+    live = _live_peak(settings)
+    return {"live_peak": live, "reserved_peak": reserved, "fragmentation": (reserved - live) / live}
+
+
+# -- host memory -----------------------------------------------------------------------------------------
+def _arena_nbytes(settings: Settings) -> int:
+    return (256 * MIB if settings.small else 16 * GIB) + 3 * MIB  # no power of two
+
+
+@case
+def arena(settings: Settings) -> Any:
+    driver = open_driver(settings.device)
+    if settings.cuda:
+        driver.memory_info(0)  # the context is there, as it is for others
+    nbytes = _arena_nbytes(settings)
+    HostArena(driver, MIB).close()
+    before, start = peers.resident(), time.perf_counter()
+    made = HostArena(driver, nbytes)
+    seconds = time.perf_counter() - start
+    after = peers.resident()
+    made.close()
+    return {"seconds": seconds, "resident_bytes": after - before, "asked_bytes": nbytes}
+
+
+@case
+def pinned_torch(settings: Settings) -> Any:
+    return peers.torch_pinned(_arena_nbytes(settings)) if settings.cuda else None
+
+
+# -- the shadow space ------------------------------------------------------------------------------------
+@case
+def acquire(settings: Settings) -> Any:
+    driver = open_driver(settings.device)
+    stream = driver.create_stream(0)
+    nbytes = 16 * MIB
+    space = ShadowSpace(driver, 0, device_budget=4 * nbytes)
+    pages = HostArena(driver, nbytes)
+    [part] = space.buffer("measured", [pages.cut(nbytes)])
+    part.acquire(Place.DEVICE, Mode.READ, stream=stream).release()
+    taken, given = [], []
+    for _ in range(30):
+        views = []
+        start = time.perf_counter()
+        for _ in range(200):
+            views.append(part.acquire(Place.DEVICE, Mode.READ, stream=stream))
+        middle = time.perf_counter()
+        for view in views:
+            view.release()
+        taken.append((middle - start) / 200)
+        given.append((time.perf_counter() - middle) / 200)
+        stream.synchronize()
+    with_copy, bare = [], []
+    target = DevicePool(driver, 0, nbytes)
+    other = target.allocate(nbytes, stream=stream)
+    for _ in range(50):
+        part.evict()
+        driver.synchronize(0)
+        start = time.perf_counter()
+        view = part.acquire(Place.DEVICE, Mode.READ, stream=stream)
+        stream.synchronize()
+        with_copy.append(time.perf_counter() - start)
+        view.release()
+        driver.synchronize(0)
+        start = time.perf_counter()
+        driver.copy(other, part.host.ptr, nbytes, stream=stream)
+        stream.synchronize()
+        bare.append(time.perf_counter() - start)
+    return {
+        "acquire": summary(taken),
+        "release": summary(given),
+        "with_copy": summary(with_copy),
+        "copy": summary(bare),
+        "over_copy_s": statistics.median(with_copy) - statistics.median(bare),
+    }
