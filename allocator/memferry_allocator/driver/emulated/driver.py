@@ -9,21 +9,19 @@ Not emulated: device kernels, driver pools, inter-process handles.
 from __future__ import annotations
 
 import ctypes
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from ...errors import DriverError
-from ..api import Bracket, DeviceInfo, Driver, Event, MemoryInfo, Span, Stream, require_stream
-from .clock import Link, Links, VirtualClock
-from .memory import HOST_END, MAPPED_OFFSET, Kind, Memory, Place
+from ..api import Bracket, DeviceInfo, Driver, Event, MemoryInfo, PageLocation, Span, Stream, require_stream
+from .addressing import Memory
+from .engine import Engine
+from .memory import HOST_END, MAPPED_OFFSET, Kind, Place
 from .monitor import Monitor
 from .options import EmulatedOptions
-from .order import Access, AccessLog, Clock, OpenAccess, join
-from .state import EmulatedBracket, EventState, HostThreads, StreamState, Touch
-from .work import Scheduler, Work
-
-PATIENCE = 16  # a program that has asked so often whether work is done does not let it wait any longer
+from .order import join
+from .state import EmulatedBracket, EventState, StreamState, Touch
+from .virtual import GRANULARITY
 
 
 class EmulatedDriver(Driver):
@@ -42,15 +40,10 @@ class EmulatedDriver(Driver):
         count = self.options.device_count
         self._lock = Monitor()
         self._closed = False
-        self._actors = itertools.count(1)
-        self._threads = HostThreads(self._actors)
         self._memory = Memory(count, self.options.device_memory)
-        self._log = AccessLog()
-        self._scheduler = Scheduler(self.options.seed, self.options.eagerness)
+        self._engine = Engine(self.options)
         self._streams: dict[int, StreamState] = {}
         self._peers: set[tuple[int, int]] = set()
-        self._clock = VirtualClock()
-        self._links = Links(self.options)
 
     # -- devices ------------------------------------------------------------------------------------
     @property
@@ -78,7 +71,7 @@ class EmulatedDriver(Driver):
         with self._lock:
             self._device(device)
             for state in [s for s in self._streams.values() if s.device == device]:
-                self._reach(state.queue.last, state.clock)
+                self._engine.reach(state.queue.last, state.clock)
 
     # -- memory -------------------------------------------------------------------------------------
     def malloc(self, device: int, nbytes: int) -> int:
@@ -89,7 +82,9 @@ class EmulatedDriver(Driver):
         with self._lock:
             memory = self._memory.devices[self._device(device)]
             if ptr != 0:
-                self._retire(ptr, memory.extent(ptr), "free")
+                lines = (Span(ptr, memory.extent(ptr)),)
+                self._engine.settled(lines, "free")
+                self._engine.forget(lines)
                 memory.free(ptr)
 
     def host_register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
@@ -100,7 +95,9 @@ class EmulatedDriver(Driver):
     def host_unregister(self, address: int) -> None:
         with self._lock:
             self._alive()
-            self._retire(address, self._memory.host.extent(address), "host_unregister")
+            lines = (Span(address, self._memory.host.extent(address)),)
+            self._engine.settled(lines, "host_unregister")
+            self._engine.forget(lines)
             self._memory.host.unregister(address)
 
     def host_registration(self, address: int) -> Span | None:
@@ -123,16 +120,18 @@ class EmulatedDriver(Driver):
             place = self._locate(ptr, nbytes, "host_bytes")
             if place.kind is Kind.PAGEABLE:
                 raise DriverError("CUDA_ERROR_INVALID_VALUE", "host_bytes", f"{ptr:#x} is not registered")
-            if place.kind is Kind.DEVICE:
+            if place.kind is Kind.DEVICE and place.owner is None:
                 data = self._memory.devices[place.device].data(ptr, nbytes)
                 assert data is not None
                 return memoryview(data)  # type: ignore[arg-type]  # arrays are buffers; stubs say so from 3.12
-            return memoryview((ctypes.c_uint8 * nbytes).from_address(place.real)).cast("B")
+            view = (ctypes.c_uint8 * nbytes).from_address(place.real)
+            view.owner = place.owner  # type: ignore[attr-defined]  # its addresses live as long as it
+            return memoryview(view).cast("B")
 
     # -- order --------------------------------------------------------------------------------------
     def create_stream(self, device: int, *, priority: int = 0) -> Stream:
         with self._lock:
-            state = StreamState(self._device(device), next(self._actors), self._scheduler.queue())
+            state = self._engine.stream(self._device(device))
             self._streams[state.actor] = state
             return Stream(self, device, state, owned=True)
 
@@ -149,8 +148,8 @@ class EmulatedDriver(Driver):
             if not stream.owned or self._closed or (stream.driver is self and stream.handle.closed):
                 return
             state = self._state(stream)
-            self._reach(state.queue.last, state.clock)
-            self._scheduler.remove(state.queue)
+            self._engine.reach(state.queue.last, state.clock)
+            self._engine.scheduler.remove(state.queue)
             del self._streams[state.actor]
             state.closed = True
 
@@ -161,17 +160,17 @@ class EmulatedDriver(Driver):
             join(known, recorded.clock)
             state.clock = known
             earlier = () if recorded.work is None else (recorded.work,)
-            self._enqueue(state, None, (), after=earlier)
+            self._engine.enqueue(state, None, (), after=earlier)
 
     def stream_synchronize(self, stream: Stream) -> None:
         with self._lock:
             state = self._state(stream)
-            self._reach(state.queue.last, state.clock)
+            self._engine.reach(state.queue.last, state.clock)
 
     def stream_query(self, stream: Stream) -> bool:
         with self._lock:
             state = self._state(stream)
-            return self._poll(state.queue.last, state.clock)
+            return self._engine.poll(state.queue.last, state.clock)
 
     def create_event(self, device: int, *, timing: bool = False) -> Event:
         return Event(self, self._device(device), EventState(), timing)
@@ -185,19 +184,19 @@ class EmulatedDriver(Driver):
                     "event_record",
                     f"an event of device {event.device} on a stream of device {state.device}",
                 )
-            recorded.work = self._enqueue(state, None, ())
+            recorded.work = self._engine.enqueue(state, None, ())
             recorded.clock = state.clock
             event.recorded_on(stream)
 
     def event_query(self, event: Event) -> bool:
         with self._lock:
             recorded = self._event(event)
-            return self._poll(recorded.work, recorded.clock)
+            return self._engine.poll(recorded.work, recorded.clock)
 
     def event_synchronize(self, event: Event) -> None:
         with self._lock:
             recorded = self._event(event)
-            self._reach(recorded.work, recorded.clock)
+            self._engine.reach(recorded.work, recorded.clock)
 
     def event_elapsed(self, start: Event, end: Event) -> float:
         with self._lock:
@@ -224,17 +223,20 @@ class EmulatedDriver(Driver):
             source = self._locate(src, nbytes, "copy")
             if target.read_only:
                 raise DriverError("CUDA_ERROR_INVALID_VALUE", "copy", f"{dst:#x} is registered read-only")
+            for place, ptr in ((source, src), (target, dst)):
+                if place.users is not None and state.device not in place.users:
+                    raise _not_mapped("copy", ptr, state.device)
             to, of = target.real, source.real
-            work = self._enqueue(
+            work = self._engine.enqueue(
                 state,
                 lambda: _ignore(ctypes.memmove(to, of, nbytes)),
-                (Touch(source, nbytes, False), Touch(target, nbytes, True)),
-                link=self._links.between(source, target),
+                (Touch(source, False), Touch(target, True)),
+                link=self._engine.links.between(source, target),
                 nbytes=nbytes,
                 label=f"copy {source.kind.value} to {target.kind.value}",
             )
             if Kind.PAGEABLE in (source.kind, target.kind):
-                self._scheduler.force(work)
+                self._engine.scheduler.force(work)
 
     def fill(self, ptr: int, value: int, nbytes: int, *, stream: Stream) -> None:
         if nbytes == 0:
@@ -249,14 +251,51 @@ class EmulatedDriver(Driver):
                     "CUDA_ERROR_INVALID_VALUE", "fill", f"device {state.device} cannot write at {ptr:#x}"
                 )
             to = target.real
-            self._enqueue(
+            self._engine.enqueue(
                 state,
                 lambda: _ignore(ctypes.memset(to, value, nbytes)),
-                (Touch(target, nbytes, True),),
-                link=self._links.filling(state.device, target),
+                (Touch(target, True),),
+                link=self._engine.links.filling(state.device, target),
                 nbytes=nbytes,
                 label="fill",
             )
+
+    # -- virtual memory -------------------------------------------------------------------------------
+    def page_granularity(self, location: PageLocation) -> int:
+        with self._lock:
+            self._alive()
+            self._memory.virtual.device(location)
+            return GRANULARITY
+
+    def reserve_addresses(self, nbytes: int, *, alignment: int = 0) -> int:
+        with self._lock:
+            self._alive()
+            return self._memory.virtual.reserve(nbytes, alignment)
+
+    def release_addresses(self, address: int, nbytes: int) -> None:
+        with self._lock:
+            self._alive()
+            self._memory.virtual.release(address, nbytes)
+
+    def create_pages(self, location: PageLocation, nbytes: int) -> int:
+        with self._lock:
+            self._alive()
+            return self._memory.virtual.create(location, nbytes)
+
+    def release_pages(self, handle: int) -> None:
+        with self._lock:
+            self._alive()
+            self._engine.forget(self._memory.virtual.give_up(handle))
+
+    def map_pages(self, address: int, nbytes: int, handle: int, *, device: int) -> None:
+        with self._lock:
+            self._memory.virtual.map(address, nbytes, handle, self._device(device))
+
+    def unmap_pages(self, address: int, nbytes: int) -> None:
+        with self._lock:
+            self._alive()
+            self._engine.settled(self._memory.virtual.mapped(address, nbytes), "unmap_pages")
+            self._engine.forget(self._memory.virtual.unmap(address, nbytes))
 
     # -- peers --------------------------------------------------------------------------------------
     def can_access_peer(self, device: int, peer: int) -> bool:
@@ -288,14 +327,14 @@ class EmulatedDriver(Driver):
             state = self._state(stream)
             touches = [self._kernel_touch(span, False, state.device) for span in reads if span.nbytes]
             touches += [self._kernel_touch(span, True, state.device) for span in writes if span.nbytes]
-            opened = self._open(touches, state.actor, self._known(state), label or "launch")
-            self._scheduler.force(self._enqueue(state, None, ()))
+            opened = self._engine.open(touches, state.actor, self._engine.known(state), label or "launch")
+            self._engine.scheduler.force(self._engine.enqueue(state, None, ()))
 
             def finish() -> None:
                 with self._lock:
-                    work = self._enqueue(state, None, ())
-                    self._close(opened, state.actor, state.clock)
-                    self._scheduler.force(work)
+                    work = self._engine.enqueue(state, None, ())
+                    self._engine.close(opened, state.actor, state.clock)
+                    self._engine.scheduler.force(work)
 
             return EmulatedBracket(finish)
 
@@ -303,27 +342,27 @@ class EmulatedDriver(Driver):
         with self._lock:
             touches = [self._host_touch(span, False) for span in reads if span.nbytes]
             touches += [self._host_touch(span, True) for span in writes if span.nbytes]
-            known, actor = dict(self._threads.clock), self._threads.actor
-            opened = self._open(touches, actor, known, label or "host access")
+            known, actor = dict(self._engine.threads.clock), self._engine.threads.actor
+            opened = self._engine.open(touches, actor, known, label or "host access")
 
             def finish() -> None:
                 with self._lock:
-                    ending = self._threads  # perhaps another thread, which was handed the bytes
+                    ending = self._engine.threads  # perhaps another thread, which was handed the bytes
                     if ending.actor != actor:
                         join(ending.clock, known)
-                        self._recheck(opened, ending.actor, ending.clock)
+                        self._engine.recheck(opened, ending.actor, ending.clock)
                     ending.clock[ending.actor] = ending.clock.get(ending.actor, 0) + 1
-                    self._close(opened, ending.actor, ending.clock)
+                    self._engine.close(opened, ending.actor, ending.clock)
 
             return EmulatedBracket(finish)
 
     def publish(self) -> Any:
         with self._lock:
-            return dict(self._threads.clock)
+            return dict(self._engine.threads.clock)
 
     def observe(self, token: Any) -> None:
         with self._lock:
-            join(self._threads.clock, token)
+            join(self._engine.threads.clock, token)
 
     # -- end ----------------------------------------------------------------------------------------
     def finalise(self, action: Callable[[], None]) -> None:
@@ -332,14 +371,14 @@ class EmulatedDriver(Driver):
     def close(self) -> None:
         with self._lock:
             for state in self._streams.values():
-                self._scheduler.force(state.queue.last)
+                self._engine.scheduler.force(state.queue.last)
             self._closed = True
 
     # -- the emulated machine itself --------------------------------------------------------------------
     @property
     def now(self) -> float:
         """The virtual clock: seconds that the host has waited for devices."""
-        return self._clock.now
+        return self._engine.clock.now
 
     @property
     def registered(self) -> int:
@@ -378,71 +417,10 @@ class EmulatedDriver(Driver):
         self._alive()
         return self._memory.locate(ptr, nbytes, call)
 
-    def _known(self, state: StreamState) -> Clock:
-        """What comes before whatever the calling thread enqueues on a stream next."""
-        known = dict(state.clock)
-        join(known, self._threads.clock)
-        return known
-
-    def _enqueue(
-        self,
-        state: StreamState,
-        run: Callable[[], None] | None,
-        touches: Sequence[Touch],
-        *,
-        after: tuple[Work, ...] = (),
-        link: Link | None = None,
-        nbytes: int = 0,
-        label: str = "",
-    ) -> Work:
-        known, actor = self._known(state), state.actor
-        for touch in touches:
-            line = touch.place.line
-            self._log.check(line, line + touch.nbytes, write=touch.write, actor=actor, clock=known, label=label)
-        time = known[actor] = known.get(actor, 0) + 1
-        state.clock = known  # only now: what was refused has not happened
-        for touch in touches:
-            if touch.lasting:
-                line = touch.place.line
-                access = Access(actor, time, label)
-                self._log.record(line, line + touch.nbytes, write=touch.write, access=access)
-        before = after if state.queue.last is None else (state.queue.last, *after)
-        ready = self._clock.ready(work.end for work in before)
-        end = ready if link is None else link.reserve(ready, nbytes)
-        work = Work(run, tuple(earlier for earlier in before if not earlier.done), end)
-        self._scheduler.append(state.queue, work)
-        return work
-
-    def _open(self, touches: list[Touch], actor: int, clock: Clock, label: str) -> list[OpenAccess]:
-        opened = []
-        for touch in touches:
-            line, end = touch.place.line, touch.place.line + touch.nbytes
-            self._log.check(line, end, write=touch.write, actor=actor, clock=clock, label=label)
-            opened.append(OpenAccess(line, end, touch.write, actor, label))
-        for access in opened:
-            self._log.begin(access)
-        return opened
-
-    def _recheck(self, opened: list[OpenAccess], actor: int, clock: Clock) -> None:
-        """Check accesses that change hands: who began them must not have touched the bytes since."""
-        for access in opened:
-            self._log.finish(access)
-        try:
-            for access in opened:
-                start, end, label = access.start, access.end, access.label
-                self._log.check(start, end, write=access.write, actor=actor, clock=clock, label=label)
-        finally:
-            for access in opened:
-                self._log.begin(access)
-
-    def _close(self, opened: list[OpenAccess], actor: int, clock: Clock) -> None:
-        for access in opened:
-            self._log.finish(access)
-            entry = Access(actor, clock[actor], access.label)
-            self._log.record(access.start, access.end, write=access.write, access=entry)
-
     def _reachable(self, place: Place, ptr: int, device: int) -> bool:
         """Whether kernels of `device` may use `ptr` for what is at `place`."""
+        if place.users is not None:
+            return device in place.users
         if place.kind is not Kind.DEVICE:
             return ptr >= MAPPED_OFFSET
         return place.device == device or (device, place.device) in self._peers
@@ -450,15 +428,16 @@ class EmulatedDriver(Driver):
     def _kernel_touch(self, span: Span, write: bool, device: int) -> Touch:
         place = self._locate(span.ptr, span.nbytes, "launch")
         if not self._reachable(place, span.ptr, device):
-            wrong = (
-                f"{span.ptr:#x} is memory of device {place.device}; enable peer access first"
-                if place.kind is Kind.DEVICE
-                else f"{span.ptr:#x} is a host address; kernels need host_device_pointer(address, device)"
-            )
+            if place.users is not None:
+                wrong = f"{span.ptr:#x} is mapped for other devices only"
+            elif place.kind is Kind.DEVICE:
+                wrong = f"{span.ptr:#x} is memory of device {place.device}; enable peer access first"
+            else:
+                wrong = f"{span.ptr:#x} is a host address; kernels need host_device_pointer(address, device)"
             raise DriverError("CUDA_ERROR_ILLEGAL_ADDRESS", "launch", wrong)
         if write and place.read_only:
             raise DriverError("CUDA_ERROR_ILLEGAL_ADDRESS", "launch", f"{span.ptr:#x} is registered read-only")
-        return Touch(place, span.nbytes, write)
+        return Touch(place, write)
 
     def _host_touch(self, span: Span, write: bool) -> Touch:
         self._alive()
@@ -466,28 +445,11 @@ class EmulatedDriver(Driver):
             raise DriverError(
                 "CUDA_ERROR_INVALID_VALUE", "host_access", f"{span.nbytes} bytes at {span.ptr:#x} in host memory"
             )
-        return Touch(Place(Kind.PINNED, -1, span.ptr, span.ptr), span.nbytes, write)
+        return Touch(Place(Kind.PINNED, -1, span.ptr, (span,)), write)
 
-    def _retire(self, start: int, nbytes: int, label: str) -> None:
-        threads = self._threads
-        self._log.check(start, start + nbytes, write=True, actor=threads.actor, clock=threads.clock, label=label)
-        self._log.forget(start, start + nbytes)
 
-    def _reach(self, work: Work | None, clock: Clock) -> None:
-        self._scheduler.force(work)
-        join(self._threads.clock, clock)
-        if work is not None:
-            self._clock.reach(work.end)
-            self._links.settle(self._clock.now)
-
-    def _poll(self, work: Work | None, clock: Clock) -> bool:
-        self._scheduler.tick()
-        if work is not None and not work.done:
-            work.polls += 1
-            if work.polls < PATIENCE:
-                return False
-        self._reach(work, clock)
-        return True
+def _not_mapped(call: str, ptr: int, device: int) -> DriverError:
+    return DriverError("CUDA_ERROR_INVALID_VALUE", call, f"{ptr:#x} is not mapped for device {device}")
 
 
 def _ignore(_: object) -> None:

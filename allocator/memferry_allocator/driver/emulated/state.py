@@ -43,7 +43,6 @@ class Touch:
     """An access to be checked and remembered."""
 
     place: Place
-    nbytes: int
     write: bool
 
     @property
