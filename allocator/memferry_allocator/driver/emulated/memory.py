@@ -110,6 +110,11 @@ class DeviceMemory:
         allocation.data[:] = POISON_FREED
         self.used -= allocation.nbytes
 
+    def spoil(self) -> None:
+        """The contents of every allocation are lost."""
+        for allocation in self._allocations:
+            allocation.data[:] = POISON_FREED
+
     def real(self, ptr: int, nbytes: int) -> int | None:
         """The real address of a range that lies inside one allocation."""
         allocation = self._find(ptr, nbytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from functools import reduce
 
-from ...errors import DriverError, DriverOutOfMemory
+from ...errors import DriverOutOfMemory
 from ..addresses import AddressBook, Mapping, Pages, Reservation
 from ..api import PageKind, PageLocation, Span
 from .mapping import RealPages, RealRange
@@ -29,13 +29,7 @@ class VirtualMemory:
 
     def device(self, location: PageLocation) -> DeviceMemory | None:
         """Whose capacity pages at `location` take; None for the host's."""
-        if location.kind is PageKind.DEVICE:
-            if not 0 <= location.ordinal < len(self._devices):
-                raise DriverError("CUDA_ERROR_INVALID_DEVICE", "pages", f"no device {location.ordinal}")
-            return self._devices[location.ordinal]
-        if location.ordinal != 0:
-            raise DriverError("CUDA_ERROR_INVALID_VALUE", "pages", f"no NUMA node {location.ordinal}")
-        return None
+        return self._devices[location.ordinal] if location.kind is PageKind.DEVICE else None
 
     def reserve(self, nbytes: int, alignment: int) -> int:
         self.book.check_reserve(nbytes, alignment)
