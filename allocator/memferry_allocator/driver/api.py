@@ -10,14 +10,14 @@ import itertools
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
-from ..errors import ForkedError, InvalidRequestError, UnsupportedError
+from ..errors import DeviceLostError, ForkedError, InvalidRequestError, UnsupportedError
 
 
 class Span(NamedTuple):
@@ -219,9 +219,21 @@ class Driver(ABC):
         """Block until everything enqueued on `device` by this process is done."""
 
     def synchronize_all(self) -> None:
-        """Block until everything enqueued by this process is done, on whatever device."""
-        for device in range(self.device_count):
-            self.synchronize(device)
+        """Block until everything enqueued by this process is done, on whatever device.
+
+        Raises
+        ------
+        DeviceLostError
+            A device is lost; the others have been waited for all the same.
+        """
+        lost: DeviceLostError | None = None
+        for device in self._busy():
+            try:
+                self.synchronize(device)
+            except DeviceLostError as error:
+                lost = error
+        if lost is not None:
+            raise lost
 
     # -- memory -------------------------------------------------------------------------------------
     @abstractmethod
@@ -487,6 +499,10 @@ class Driver(ABC):
         """
         if self._forked:
             raise forked(self.name)
+
+    def _busy(self) -> Sequence[int]:
+        """The devices that may have work."""
+        return range(self.device_count)
 
     def _unsupported(self, what: str) -> UnsupportedError:
         return UnsupportedError(f"{what}: the {self.name} driver has none; use another resource or mapping")
