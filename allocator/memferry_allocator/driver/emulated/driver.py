@@ -214,6 +214,13 @@ class EmulatedDriver(Driver):
                 raise DriverError("CUDA_ERROR_NOT_READY", "event_elapsed", "synchronise the events first")
             return last.end - first.end
 
+    # -- graph capture --------------------------------------------------------------------------------
+    def is_capturing(self, stream: Stream) -> bool:
+        state = stream.handle
+        if state.__class__ is not StreamState or state.closed or stream.driver is not self:
+            self._state(stream)
+        return False
+
     # -- copies -------------------------------------------------------------------------------------
     def copy(self, dst: int, src: int, nbytes: int, *, stream: Stream) -> None:
         if nbytes == 0:
@@ -365,6 +372,8 @@ class EmulatedDriver(Driver):
         self._alive()
         state = require_stream(stream).handle
         if stream.driver is not self or not isinstance(state, StreamState) or state.closed:
+            if stream.driver is self and isinstance(state, StreamState):
+                join(self._threads.clock, state.clock)  # who is told so knows that all its work is done
             raise DriverError("CUDA_ERROR_INVALID_HANDLE", "stream", "closed, or of another driver")
         return state
 
