@@ -110,7 +110,7 @@ class DevicePool(MemoryResource):
     def largest_free(self) -> int:
         """Bytes of the largest single block that could be allocated now without growing."""
         with self._lock:
-            self._merge_all()
+            self._merge()
             return self._free.largest
 
     # -- allocating -----------------------------------------------------------------------------------
@@ -153,16 +153,9 @@ class DevicePool(MemoryResource):
             may_make_room = False
 
     def _find(self, size: int, stream: Stream) -> Block | None:
-        """A free block for `size` bytes: what this stream freed comes first, growth last."""
-        self._merge_returned()
-        self._merge_cache(stream)
-        block = self._free.fit(size, stream)
-        if block is None:
-            self._merge_all()
-            block = self._free.fit(size, stream)
-        if block is None:
-            block = self._grow(size, stream)
-        return block
+        """A free block for `size` bytes, after everything free has merged; growth comes last."""
+        self._merge()
+        return self._free.fit(size, stream) or self._grow(size, stream)
 
     def _take(self, free: Block, size: int, stream: Stream) -> int:
         start = free.start
@@ -275,7 +268,7 @@ class DevicePool(MemoryResource):
         self.driver.require_usable()
         with self._trimming:
             with self._lock:
-                self._merge_all()
+                self._merge()
                 detached = self._segments.detach(self._free)
             for _, marks in detached:
                 for mark in marks:
@@ -301,7 +294,7 @@ class DevicePool(MemoryResource):
                 return
             if self._live:
                 raise InvalidRequestError(f"device pool: {len(self._live)} allocations are still live")
-            self._merge_all()
+            self._merge()
             marks = {mark for block in self._free for _, _, mark in block.uses}
             if not all(mark.reachable for mark in marks):
                 raise CaptureError("device pool: a stream that used it is being captured; close it afterwards")
@@ -314,27 +307,19 @@ class DevicePool(MemoryResource):
             self._open.clear()
 
     # -- inside ---------------------------------------------------------------------------------------
-    def _merge_cache(self, stream: Stream) -> None:
-        """Let blocks freed on `stream` merge with their neighbours."""
-        cache = self._caches.pop(stream, None)  # at once: a finaliser may give back in between
-        if not cache:
-            return
-        mark = self._mark(stream) if stream.owned else None
-        for blocks in cache.values():
-            for block in blocks:
-                if mark is not None:
-                    block.uses = [(block.start, block.start + block.size, mark)]
-                self._free.add(block)
-
-    def _merge_returned(self) -> None:
-        returned, self._returned = self._returned, []
+    def _merge(self) -> None:
+        """Let everything that was given back merge with its neighbours."""
+        returned, self._returned = self._returned, []  # exchanged at once: a finaliser may give back meanwhile
         for block in returned:
             self._free.add(block)
-
-    def _merge_all(self) -> None:
-        self._merge_returned()
-        for stream in list(self._caches):
-            self._merge_cache(stream)
+        caches, self._caches = self._caches, {}
+        for stream, cache in caches.items():
+            mark = self._mark(stream) if stream.owned else None
+            for blocks in cache.values():
+                for block in blocks:
+                    if mark is not None:
+                        block.uses = [(block.start, block.start + block.size, mark)]
+                    self._free.add(block)
         self._open = {stream: mark for stream, mark in self._open.items() if mark.open}
 
     def _mark(self, stream: Stream) -> Mark:
