@@ -61,7 +61,8 @@ class Mark:
         """Block the calling thread until it is reached."""
         self._record()
         if self.event is not None:
-            self.event.synchronize()
+            with self.driver.beside_captures():
+                self.event.synchronize()
         elif self.token is not None:
             self.driver.observe(self.token)
 
