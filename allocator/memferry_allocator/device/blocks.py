@@ -37,9 +37,18 @@ class Block:
     def end(self) -> int:
         return self.start + self.size
 
-    def open_to(self, stream: Stream) -> bool:
-        """Whether `stream` can be ordered behind every use of it."""
-        return all(mark.stream is stream or mark.reachable for _, _, mark in self.uses)
+    def opening(self, size: int, stream: Stream) -> int | None:
+        """Where in it `size` bytes are that `stream` can be ordered on, at the lowest address."""
+        start = self.start
+        if self.uses:
+            shut = [
+                (low, high) for low, high, mark in self.uses if mark.stream is not stream and not mark.reachable
+            ]
+            for low, high in sorted(shut):
+                if low - start >= size:
+                    break
+                start = max(start, high)
+        return start if self.end - start >= size else None
 
     def marks(self, start: int, end: int) -> list[Mark]:
         """The marks on a part of it, each once."""
@@ -79,12 +88,13 @@ class FreeBlocks:
             block = _joined(block, right)
         self._insert(block)
 
-    def fit(self, size: int, stream: Stream) -> Block | None:
-        """The tightest block of at least `size` bytes that `stream` can be ordered on, at the lowest address."""
+    def fit(self, size: int, stream: Stream) -> tuple[Block, int] | None:
+        """The tightest block with `size` bytes that `stream` can be ordered on, and where they are in it."""
         for index in range(bisect.bisect_left(self._order, (size, 0)), len(self._order)):
             block = self._starts[self._order[index][1]]
-            if block.open_to(stream):
-                return block
+            start = block.opening(size, stream)
+            if start is not None:
+                return block, start
         return None
 
     def cut(self, block: Block, start: int, size: int) -> Block:

@@ -144,21 +144,20 @@ class DevicePool(MemoryResource):
                     raise ClosedError("device pool: it was closed")
                 if size == 0:
                     return 0
-                block = self._find(size, stream)
-                if block is not None:
-                    return self._take(block, size, stream)
+                found = self._find(size, stream)
+                if found is not None:
+                    return self._take(*found, size, stream)
                 if not (may_make_room and self._could_make_room(size)):
                     raise self._out_of_memory(size)
             self.trim()  # waits for the device, and so not under the lock
             may_make_room = False
 
-    def _find(self, size: int, stream: Stream) -> Block | None:
-        """A free block for `size` bytes, after everything free has merged; growth comes last."""
+    def _find(self, size: int, stream: Stream) -> tuple[Block, int] | None:
+        """A free block and where to cut `size` bytes out of it, after all have merged; growth comes last."""
         self._merge()
         return self._free.fit(size, stream) or self._grow(size, stream)
 
-    def _take(self, free: Block, size: int, stream: Stream) -> int:
-        start = free.start
+    def _take(self, free: Block, start: int, size: int, stream: Stream) -> int:
         for mark in free.marks(start, start + size):
             mark.before(stream)
         block = self._free.cut(free, start, size)
@@ -167,11 +166,11 @@ class DevicePool(MemoryResource):
         self._peak = max(self._peak, self._used)
         return start
 
-    def _grow(self, size: int, stream: Stream) -> Block | None:
-        """A free block for `size` bytes after another segment was taken, joined to the last one if it may be."""
+    def _grow(self, size: int, stream: Stream) -> tuple[Block, int] | None:
+        """What `_find` looks for, with the help of another segment, which continues the last one if it may."""
         tail = self._free.ending_at(self._segments.end) if self.source.joins else None
         lacking = [size]
-        if tail is not None and tail.open_to(stream):
+        if tail is not None and tail.opening(tail.size, stream) is not None:
             lacking.insert(0, size - tail.size)
         for nbytes in lacking:
             block = self._segments.grow(nbytes, self.maximum, stream)
