@@ -314,13 +314,10 @@ def test_the_budget_is_exact(machine: Machine) -> None:
     assert machine.driver.memory_info(0).free == before
 
 
-@pytest.mark.parametrize("nbytes", [0, -1])
-def test_pools_and_allocations_of_nothing(machine: Machine, pool: DevicePool, nbytes: int) -> None:
-    with pytest.raises(InvalidRequestError):
-        DevicePool(machine.driver, 0, nbytes)
-    with pytest.raises(InvalidRequestError):
-        pool.allocate(nbytes, stream=machine.stream())
-    assert pool.used == 0
+@pytest.mark.parametrize(("nbytes", "maximum"), [(0, None), (-1, None), (-1, MIB), (0, 0), (MIB, KIB)])
+def test_pools_of_nothing(machine: Machine, nbytes: int, maximum: int | None) -> None:
+    with pytest.raises(InvalidRequestError, match="not more than zero bytes"):
+        DevicePool(machine.driver, 0, nbytes, maximum=maximum)
 
 
 def test_a_budget_that_the_device_does_not_have(emulate: Callable[..., Machine]) -> None:
