@@ -33,7 +33,22 @@ from .errors import (
     UnsupportedError,
 )
 from .host import ArenaOptions, HostArena, RegistrationMap, registrations
-from .shadow import Copier, DirectCopier, Direction, Mode, Partition, Place, ShadowBuffer, ShadowSpace, View
+from .shadow import (
+    Copier,
+    DirectCopier,
+    Direction,
+    ElementType,
+    EvictionPolicy,
+    LeastRecentlyUsed,
+    Mode,
+    Partition,
+    Place,
+    PlannedOrder,
+    ShadowBuffer,
+    ShadowSpace,
+    TypedView,
+    View,
+)
 from .sizes import format_size, parse_size
 
 __all__ = [
@@ -51,12 +66,15 @@ __all__ = [
     "DriverError",
     "DriverNotFoundError",
     "DriverOutOfMemory",
+    "ElementType",
     "EmulatedDriver",
     "EmulatedOptions",
     "Event",
+    "EvictionPolicy",
     "ForkedError",
     "HostArena",
     "InvalidRequestError",
+    "LeastRecentlyUsed",
     "MemFerryError",
     "Mode",
     "OutOfMemory",
@@ -64,12 +82,14 @@ __all__ = [
     "PageLocation",
     "Partition",
     "Place",
+    "PlannedOrder",
     "RaceError",
     "RegistrationMap",
     "ShadowBuffer",
     "ShadowSpace",
     "Span",
     "Stream",
+    "TypedView",
     "UnsupportedError",
     "View",
     "format_size",

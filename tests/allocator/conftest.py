@@ -10,6 +10,7 @@ import pytest
 from memferry_allocator import EmulatedDriver, EmulatedOptions
 
 from .machine import Machine
+from .shadow_world import World
 
 
 @pytest.fixture
@@ -30,3 +31,11 @@ def emulate() -> Iterator[Callable[..., Machine]]:
 def machine(emulate: Callable[..., Machine]) -> Machine:
     """One emulated machine that runs everything as late as it may."""
     return emulate(eagerness=0.0)
+
+
+@pytest.fixture
+def world(machine: Machine) -> Iterator[World]:
+    """A shadow space on that machine."""
+    world = World(machine)
+    yield world
+    world.close()
