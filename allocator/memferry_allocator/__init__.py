@@ -64,7 +64,22 @@ from .host import (
     describe,
     registrations,
 )
-from .shadow import Copier, DirectCopier, Direction, Mode, Partition, Place, ShadowBuffer, ShadowSpace, View
+from .shadow import (
+    Copier,
+    DirectCopier,
+    Direction,
+    ElementType,
+    EvictionPolicy,
+    LeastRecentlyUsed,
+    Mode,
+    Partition,
+    Place,
+    PlannedOrder,
+    ShadowBuffer,
+    ShadowSpace,
+    TypedView,
+    View,
+)
 from .sizes import format_size, parse_size
 
 __all__ = [
@@ -87,13 +102,16 @@ __all__ = [
     "DriverNotFoundError",
     "DriverOutOfMemory",
     "DriverPoolMemory",
+    "ElementType",
     "EmulatedDriver",
     "EmulatedOptions",
     "Event",
+    "EvictionPolicy",
     "Foreign",
     "ForkedError",
     "HostArena",
     "InvalidRequestError",
+    "LeastRecentlyUsed",
     "LimitedMemory",
     "LoggedMemory",
     "MemFerryError",
@@ -106,6 +124,7 @@ __all__ = [
     "PinnedMemory",
     "PinnedRange",
     "Place",
+    "PlannedOrder",
     "RaceError",
     "Registration",
     "RegistrationError",
@@ -120,6 +139,7 @@ __all__ = [
     "Span",
     "Stream",
     "TrackedMemory",
+    "TypedView",
     "UnsupportedError",
     "View",
     "VirtualMemory",

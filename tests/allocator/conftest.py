@@ -10,6 +10,7 @@ import pytest
 from memferry_allocator import Driver, EmulatedDriver, EmulatedOptions, open_driver
 
 from .machine import Machine
+from .shadow_world import World
 
 
 @pytest.fixture
@@ -43,3 +44,11 @@ def any_machine(any_driver: Driver) -> Iterator[Machine]:
     machine = Machine(any_driver)
     yield machine
     machine.close()
+
+
+@pytest.fixture
+def world(machine: Machine) -> Iterator[World]:
+    """A shadow space on that machine."""
+    world = World(machine)
+    yield world
+    world.close()

@@ -164,9 +164,10 @@ def test_both_directions_at_once(emulate: Callable[..., Machine]) -> None:
 
 # -- hazards -------------------------------------------------------------------------------------------------
 class Track:
-    """Hazards of one block, on three streams of a driver that notes waits."""
+    """Hazards of one block, on three streams of a driver that notes waits; who records the events is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: bool) -> None:
+        self.own = own
         self.driver = Listening(EmulatedOptions(eagerness=0.0))
         self.streams = [self.driver.create_stream(0) for _ in range(3)]
         self.ptr = self.driver.malloc(0, 16)
@@ -177,13 +178,19 @@ class Track:
         stream = self.streams[s]
         self.hazards.before(stream, writes=True)
         self.driver.fill(self.ptr, s, 16, stream=stream)
-        self.hazards.wrote(stream, stream.record())
+        if self.own:
+            self.hazards.written_by(stream)
+        else:
+            self.hazards.wrote(stream, stream.record())
 
     def read(self, s: int) -> None:
         stream = self.streams[s]
         self.hazards.before(stream, writes=False)
         self.driver.copy(self.out + 16 * s, self.ptr, 16, stream=stream)
-        self.hazards.has_read(stream, stream.record())
+        if self.own:
+            self.hazards.read_by(stream)
+        else:
+            self.hazards.has_read(stream, stream.record())
 
     def waited(self) -> list[tuple[int, int]]:
         """Who has waited since the last question, and for whose event (by the number of its recording)."""
@@ -192,9 +199,9 @@ class Track:
         return waits
 
 
-@pytest.fixture
-def track() -> Track:
-    return Track()
+@pytest.fixture(params=[True, False], ids=["own events", "given events"])
+def track(request: pytest.FixtureRequest) -> Track:
+    return Track(request.param)
 
 
 def test_a_reader_waits_for_the_writer_once(track: Track) -> None:
@@ -260,6 +267,27 @@ def test_last_uses_cover_all_uses(track: Track) -> None:
     for event in track.hazards.last_uses.values():
         event.synchronize()
     track.driver.free(0, track.ptr)  # the host has waited for everything
+
+
+def test_events_are_recorded_again_and_short_lived_streams_do_not_pile_up() -> None:
+    """The same event serves a stream's next use; readers of the write before it do not wait for its reads."""
+    track = Track(own=True)
+    track.write(0)
+    track.read(0)
+    (read,) = track.hazards.last_uses.values()
+    track.read(1)
+    assert [event for _, event in track.driver.waits] != [read]
+    track.read(0)
+    assert track.hazards.last_uses[track.streams[0]] is read
+    track.write(0)
+    (write,) = track.hazards.last_uses.values()
+    track.write(1)
+    assert list(track.hazards.last_uses.values()) == [write]
+    for _ in range(50):
+        track.streams[2] = track.driver.create_stream(0)
+        track.read(2)
+        track.write(0)
+    assert len(track.hazards._marks) <= 8
 
 
 def test_the_host_waits_for_what_it_must() -> None:

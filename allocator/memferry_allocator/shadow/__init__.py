@@ -1,8 +1,11 @@
 """The unified shadow address space."""
 
+from .buffer import ShadowBuffer
 from .copier import Completion, Copier, DirectCopier, Direction
+from .eviction import EvictionPolicy, LeastRecentlyUsed, PlannedOrder
 from .partition import Partition
-from .space import ShadowBuffer, ShadowSpace
+from .space import ShadowSpace
+from .typed import ElementType, TypedView
 from .view import Mode, Place, View
 
 __all__ = [
@@ -10,10 +13,15 @@ __all__ = [
     "Copier",
     "DirectCopier",
     "Direction",
+    "ElementType",
+    "EvictionPolicy",
+    "LeastRecentlyUsed",
     "Mode",
     "Partition",
     "Place",
+    "PlannedOrder",
     "ShadowBuffer",
     "ShadowSpace",
+    "TypedView",
     "View",
 ]

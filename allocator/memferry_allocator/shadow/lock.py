@@ -1,14 +1,19 @@
-"""The lock of a shadow space."""
+"""The lock of a shadow space.
+
+Order of locks, outermost first: a space's lock, its memory resource's, its copier's, the map of registrations,
+the driver's.  Nothing inside calls back into a space, except a user's eviction policy, whose calls re-enter.
+"""
 
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ..driver import Driver
 
 
-class SpaceLock:
+class HandingLock:
     """A re-entrant lock that hands on, through the driver, what it orders between host threads.
 
     A thread that enters comes after everything that the threads before it did and waited for; the emulated
@@ -32,3 +37,13 @@ class SpaceLock:
             self._known = self._driver.publish()
         self._depth -= 1
         self._lock.release()
+
+
+def space_lock(driver: Driver) -> AbstractContextManager[Any]:
+    """A re-entrant lock, which hands on what threads know where the driver keeps account of that."""
+    return HandingLock(driver) if overrides(driver, "publish") else threading.RLock()
+
+
+def overrides(driver: Driver, method: str) -> bool:
+    """Whether a driver does anything in a method that does nothing by default, and so need not be called."""
+    return getattr(type(driver), method) is not getattr(Driver, method)

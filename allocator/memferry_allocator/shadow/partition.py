@@ -6,54 +6,77 @@ writer; a write in one place makes the other copy invalid, and bytes move only i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..driver import Span, Stream, require_stream
-from ..errors import InvalidRequestError
+from ..driver import Span, Stream
+from ..errors import ClosedError, InvalidRequestError
 from .copier import Direction
+from .copies import Copies, DeviceCopy
 from .hazards import Hazards
 from .view import Mode, Place, View
 
 if TYPE_CHECKING:
+    from ..host import HostArena
     from .space import ShadowSpace
 
-
-@dataclass(eq=False)
-class _DeviceCopy:
-    ptr: int
-    dirty: bool = False
-    hazards: Hazards = field(default_factory=Hazards)
+_HOST, _DEVICE, _MAPPED = Place.HOST, Place.DEVICE, Place.MAPPED
 
 
-class Partition:
-    """See the module.  Made by `ShadowSpace.buffer`; thread-safe under the space's lock."""
+class Pin:
+    """Keeps a partition in device memory until the end of a ``with`` block."""
 
-    def __init__(self, space: ShadowSpace, name: str, host: Span) -> None:
-        self.space = space
-        self.name = name
-        self.host = host
-        self.nbytes = host.nbytes
-        self.last_use = 0
-        self._hazards = Hazards()
-        self._copy: _DeviceCopy | None = None
-        self._views: list[View] = []
+    __slots__ = ("_partition",)
 
-    @property
-    def resident(self) -> bool:
-        """Whether a valid copy is in device memory, or on its way there."""
-        return self._copy is not None
+    def __init__(self, partition: Partition) -> None:
+        self._partition = partition
 
-    @property
-    def dirty(self) -> bool:
-        """Whether the device copy is newer than the host pages."""
-        return self._copy is not None and self._copy.dirty
+    def __enter__(self) -> Partition:
+        self._partition.pin()
+        return self._partition
+
+    def __exit__(self, *_: object) -> None:
+        self._partition.unpin()
+
+
+class Partition(Copies):
+    """See the module.  Made by `ShadowSpace.allocate` and `ShadowSpace.buffer`.
+
+    Thread-safe under the space's lock, which is held while a call waits for the device.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_closed",
+        "_device_views",
+        "_mapped",
+        "_writing",
+    )
+
+    def __init__(self, space: ShadowSpace, name: str, host: Span, pages: HostArena | None = None) -> None:
+        super().__init__(space, name, host, pages)
+        self._mapped: int | None = None
+        self._device_views = 0
+        self._writing = self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Partition {self.name} of {self.nbytes} bytes>"
 
     @property
     def in_use(self) -> bool:
         """Whether a view of it is not released yet."""
-        return bool(self._views)
+        return self._views > 0
 
+    @property
+    def pins(self) -> int:
+        """How often it is pinned."""
+        return self._pins
+
+    @property
+    def closed(self) -> bool:
+        """Whether its buffer or its space was closed."""
+        return self._closed
+
+    # -- what may be asked ----------------------------------------------------------------------------
     def acquire(self, place: Place, mode: Mode, *, stream: Stream | None = None) -> View:
         """A view of the bytes in `place`, valid in `stream`'s order until it is released.
 
@@ -69,168 +92,267 @@ class Partition:
         Raises
         ------
         InvalidRequestError
-            Another open view forbids it, or `stream` does not suit `place`.
+            Another open view forbids it, or `stream` does not suit `place`; nothing was changed.
+        CaptureError
+            `stream` is being captured into a graph, where nobody can wait for the view's end; nothing was
+            changed.  Acquire before the capture, and keep the view as long as the graph is run.
+        ClosedError
+            The buffer or the space was closed.
         OutOfMemory
             The device budget has no room and nothing can be evicted.
         DriverError, RaceError
             The driver refused; like after every error here, no byte was lost.
         """
-        with self.space.lock:
-            self._admissible(place, mode)
-            if place is Place.HOST:
-                if stream is not None:
-                    raise InvalidRequestError(f"acquire of {self.name}: HOST takes no stream, it blocks")
+        space = self.space
+        space.driver.require_usable()
+        with space.lock:
+            self._admit(place, mode)
+            if place is _DEVICE:
+                view = self._acquire_device(mode, space.gate.admit(stream))
+                self._device_views += 1
+            elif place is _MAPPED:
+                view = self._acquire_mapped(mode, space.gate.admit(stream))
+            elif stream is None:
+                view = self._acquire_host(mode)
             else:
-                stream = require_stream(stream, self.space.device)
-            self.last_use = self.space.tick()
-            if place is Place.DEVICE:
-                assert stream is not None
-                view = self._acquire_device(mode, stream)
-            else:
-                view = self._acquire_home(place, mode, stream)
-            self._views.append(view)
+                raise InvalidRequestError(f"acquire of {self.name}: HOST takes no stream, it blocks; leave it out")
+            self._views += 1
+            self._writing = mode.writes
+            space.room.wake(self)
+            if place is _DEVICE and space.room.used is not None:
+                self._tell_policy(view)
             return view
 
-    def prefetch(self) -> None:
+    def prefetch(self, *, stream: Stream | None = None) -> None:
         """Start bringing a device copy in, if there is none; the copy may be under way on return.
+
+        Parameters
+        ----------
+        stream : Stream, optional
+            Start after what it holds now, so that an early load takes no bandwidth from that.
 
         Raises
         ------
         OutOfMemory
             The device budget has no room and nothing can be evicted.
+        InvalidRequestError
+            A writing view is open, or `stream` is none of this device.
+        CaptureError
+            `stream` is being captured into a graph.
         """
-        with self.space.lock:
-            if any(view.mode.writes for view in self._views):
-                raise InvalidRequestError(f"prefetch of {self.name}: a writing view is open; release it first")
-            self.last_use = self.space.tick()
-            self._load()
+        space = self.space
+        space.driver.require_usable()
+        with space.lock:
+            self._forbid("prefetch", readers=True)
+            if stream is not None:
+                stream = space.gate.admit(stream)
+            if not self.resident:
+                if stream is not None:
+                    space.copier.lane(Direction.HOST_TO_DEVICE).wait(stream.record())
+                self._load()
+            self._rest()
 
     def evict(self) -> None:
-        """Give the device copy's memory back, after writing it home if it is newer."""
-        with self.space.lock:
-            self._forbid_views("evict", place=Place.DEVICE)
-            self._write_back()
-            self._drop()
+        """Give the device copy's memory back, after writing it home if it is newer.
+
+        Raises
+        ------
+        InvalidRequestError
+            A DEVICE view is open, or the partition is pinned.
+        """
+        space = self.space
+        space.driver.require_usable()
+        with space.lock:
+            self._require_open()
+            if self._device_views or self._pins:
+                raise InvalidRequestError(
+                    f"evict of {self.name}: {self._device_views} DEVICE view(s) are open and {self._pins} pin(s) "
+                    "hold it; release and unpin them first"
+                )
+            self._give_up()
 
     def write_back(self) -> None:
         """Bring the host pages up to date and keep the device copy."""
-        with self.space.lock:
-            if any(view.mode.writes for view in self._views):
-                raise InvalidRequestError(f"write back {self.name}: a writing view is open; release it first")
-            self._write_back()
+        space = self.space
+        space.driver.require_usable()
+        with space.lock:
+            self._forbid("write_back", readers=True)
+            self._bring_home()
 
     def settle(self) -> None:
         """Block until no stream reads or writes the host pages any more; no view may be open."""
-        with self.space.lock:
-            self._forbid_views("settle", place=None)
-            self._hazards.host_before_write()
+        space = self.space
+        space.driver.require_usable()
+        with space.lock:
+            self._forbid("settle", readers=False)
+            self._home.host_before_write()
 
-    # -- acquiring ------------------------------------------------------------------------------------
-    def _admissible(self, place: Place, mode: Mode) -> None:
+    def pin(self) -> None:
+        """Keep a copy in device memory until `unpin` was called as often; it is loaded if it is not there.
+
+        A pinned copy is never evicted and keeps its address.  A write at home makes it out of date; the next
+        DEVICE view then brings it up to date in its place.
+
+        Raises
+        ------
+        OutOfMemory
+            The device budget has no room for it; it is not pinned.
+        InvalidRequestError
+            A writing view in HOST or MAPPED is open.
+        """
+        space = self.space
+        space.driver.require_usable()
+        with space.lock:
+            self._require_open()
+            if not self._device_views:
+                self._forbid("pin", readers=True)
+            self._load()
+            self._pins += 1
+            space.room.wake(self)
+
+    def unpin(self) -> None:
+        """Undo one `pin`.
+
+        Raises
+        ------
+        InvalidRequestError
+            It is not pinned.
+        """
+        space = self.space
+        space.driver.require_usable()
+        with space.lock:
+            self._require_open()
+            if not self._pins:
+                raise InvalidRequestError(f"unpin of {self.name}: it is not pinned; call it once for every pin")
+            if self._pins == 1 and not self.resident:
+                self._drop()
+            self._pins -= 1
+            self._rest()
+
+    def pinned(self) -> Pin:
+        """A context manager: `pin` at its beginning, `unpin` at its end."""
+        return Pin(self)
+
+    # -- acquiring and releasing ----------------------------------------------------------------------
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.name}: its buffer or space was closed; make a new one")
+
+    def _forbid(self, what: str, *, readers: bool) -> None:
+        """Refuse under open views; with `readers`, under a writing one only."""
+        self._require_open()
+        if self._views and (self._writing or not readers):
+            found = "a writing view is" if self._writing else f"{self._views} view(s) are"
+            raise InvalidRequestError(f"{what} of {self.name}: {found} open; release what is open first")
+
+    def _admit(self, place: Place, mode: Mode) -> None:
         if not isinstance(place, Place) or not isinstance(mode, Mode):
             raise InvalidRequestError(f"acquire of {self.name}: {place!r}, {mode!r} are not a Place and a Mode")
-        if mode.writes:
-            self._forbid_views("acquire for writing", place=None)
-        elif any(view.mode.writes for view in self._views):
-            raise InvalidRequestError(f"acquire of {self.name}: a writing view is open; release it first")
+        if self._closed or (self._views and (self._writing or mode.writes)):
+            self._forbid("acquire", readers=not mode.writes)
 
-    def _forbid_views(self, what: str, *, place: Place | None) -> None:
-        open_views = [view for view in self._views if place in (None, view.place)]
-        if open_views:
-            raise InvalidRequestError(
-                f"{what} of {self.name}: {len(open_views)} view(s) are open; release them first"
-            )
-
-    def _acquire_home(self, place: Place, mode: Mode, stream: Stream | None) -> View:
-        ptr = self.host.ptr
-        if stream is not None:
-            ptr = self.space.driver.host_device_pointer(ptr, self.space.device)
+    def _acquire_host(self, mode: Mode) -> View:
         if mode.reads:
-            self._write_back()
-        if stream is None:
-            wait = self._hazards.host_before_write if mode.writes else self._hazards.host_before_read
-            wait()
-        else:
-            self._hazards.before(stream, writes=mode.writes)
-        view = View(self, place, mode, ptr, stream)
+            self._bring_home()
         if mode.writes:
-            self._drop()  # only now that the view is there: it may hold the newest bytes
+            self._home.host_before_write()
+        else:
+            self._home.host_before_read()
+        view = View(self, _HOST, mode, self.host.ptr, None)
+        if mode.writes:
+            self._invalidate()
+        return view
+
+    def _acquire_mapped(self, mode: Mode, stream: Stream) -> View:
+        ptr = self._mapped
+        if ptr is None:
+            ptr = self.space.driver.host_device_pointer(self.host.ptr, self.space.device)
+            if self.pages is not None:  # pages of somebody else may be unregistered at any time
+                self._mapped = ptr
+        if mode.reads:
+            self._bring_home()
+        self._home.before(stream, writes=mode.writes)
+        view = View(self, _MAPPED, mode, ptr, stream)
+        if mode.writes:
+            self._invalidate()
         return view
 
     def _acquire_device(self, mode: Mode, stream: Stream) -> View:
-        fresh = self._copy is None and not mode.reads
-        if fresh:
-            self._copy = _DeviceCopy(self.space.allocate(self.nbytes, stream))
-        copy = self._load()
-        try:
-            copy.hazards.before(stream, writes=mode.writes)
-            return View(self, Place.DEVICE, mode, copy.ptr, stream)
-        except BaseException:
-            if fresh:  # nobody has written it: it must not pass for a valid copy
-                self._copy = None
-                self.space.abandon(copy.ptr, self.nbytes, stream)
-            raise
+        copy = self._copy
+        if copy is None or not copy.valid:
+            if not mode.reads:
+                return self._acquire_anew(stream)
+            copy = self._load()
+        copy.hazards.before(stream, writes=mode.writes)
+        return View(self, _DEVICE, mode, copy.ptr, stream)
 
-    def _admit(self, view: View, stream: Stream) -> None:
-        if view.place is Place.HOST or view.mode.writes:
+    def _acquire_anew(self, stream: Stream) -> View:
+        """A WRITE view where no valid copy is: nothing is fetched."""
+        copy = self._copy or DeviceCopy(self.space.room.allocate(self, stream))
+        try:
+            copy.hazards.before(stream, writes=True)
+            view = View(self, _DEVICE, Mode.WRITE, copy.ptr, stream)
+        except BaseException:
+            if copy is not self._copy:  # nobody has written it: it must not pass for a valid copy
+                self.space.room.abandon(copy.ptr, self, stream)
+            raise
+        copy.valid, self._copy = True, copy
+        return view
+
+    def _admit_reader(self, view: View, stream: Stream) -> None:
+        """Let one more stream read through an open view."""
+        if view.place is _HOST or view.mode.writes:
             raise InvalidRequestError(
                 f"record_stream of {self.name}: a {view.mode.value} view in {view.place.value} has one user; "
                 "release it and acquire another"
             )
-        self._hazards_of(view).before(require_stream(stream, self.space.device), writes=False)
+        self._hazards_of(view).before(self.space.gate.admit(stream), writes=False)
 
     def _release(self, view: View) -> None:
-        view.end_brackets()
-        events = {stream: stream.record() for stream in view.streams}
-        self._views.remove(view)
-        hazards = self._hazards_of(view)
-        for stream, event in events.items():
-            if view.mode.writes:
-                hazards.wrote(stream, event)
-            else:
-                hazards.has_read(stream, event)
-        if view.place is Place.DEVICE and view.mode.writes and self._copy is not None:
-            self._copy.dirty = True
+        streams = self.space.gate.ending(view.streams)
+        for bracket in view._brackets:
+            bracket.end()
+        writes = view.mode.writes
+        if view.place is not _HOST:
+            hazards = self._hazards_of(view)
+            for stream in streams:
+                if writes:
+                    hazards.written_by(stream)
+                else:
+                    hazards.read_by(stream)
+            if writes and not streams:  # it was closed, and its work is over
+                hazards.over()
+            if view.place is _DEVICE:
+                self._device_views -= 1
+                if writes and self._copy is not None:
+                    self._copy.dirty = True
+        self._views -= 1
+        self._writing = False
+        if not self._views:
+            self._rest()
 
     def _hazards_of(self, view: View) -> Hazards:
-        if view.place is Place.DEVICE:
+        if view.place is _DEVICE:
             assert self._copy is not None, "an open device view keeps its copy"
             return self._copy.hazards
-        return self._hazards
+        return self._home
 
-    # -- moving ---------------------------------------------------------------------------------------
-    def _load(self) -> _DeviceCopy:
-        if self._copy is None:
-            lane = self.space.copier.lane(Direction.HOST_TO_DEVICE)
-            self._hazards.before(lane, writes=False)
-            ptr = self.space.allocate(self.nbytes, lane)
-            try:
-                device = Span(ptr, self.nbytes)
-                done = self.space.copier.copy(device, self.host, Direction.HOST_TO_DEVICE, stream=lane)
-            except BaseException:
-                for stream, event in self.space.abandon(ptr, self.nbytes, lane).items():
-                    self._hazards.has_read(stream, event)  # a part of the copy may be under way
-                raise
-            self._hazards.has_read(lane, done.event)
-            self._copy = _DeviceCopy(ptr)
-            self._copy.hazards.wrote(lane, done.event)
-        return self._copy
+    def _tell_policy(self, view: View) -> None:
+        used = self.space.room.used
+        try:
+            if used is not None:
+                used(self)
+        except BaseException:  # the caller gets no view, so nobody could release it
+            view.release()
+            raise
 
-    def _write_back(self) -> None:
-        copy = self._copy
-        if copy is None or not copy.dirty:
-            return
-        lane = self.space.copier.lane(Direction.DEVICE_TO_HOST)
-        copy.hazards.before(lane, writes=False)
-        self._hazards.before(lane, writes=True)
-        done = self.space.copier.copy(
-            self.host, Span(copy.ptr, self.nbytes), Direction.DEVICE_TO_HOST, stream=lane
-        )
-        copy.hazards.has_read(lane, done.event)
-        self._hazards.wrote(lane, done.event)
-        copy.dirty = False
+    def _finish(self) -> None:
+        """Wait until no stream uses the host pages; those of the caller have the newest bytes then."""
+        if self.pages is None:
+            self._bring_home()
+        self._home.host_before_write()
 
-    def _drop(self) -> None:
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            self.space.deallocate(copy.ptr, self.nbytes, copy.hazards.last_uses)
+    def _retire(self) -> None:
+        """Give the copy up as it is, and refuse every use from now on."""
+        self._drop()
+        self._closed = True

@@ -2,155 +2,307 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ..device import ALIGNMENT, DevicePool
-from ..driver import Driver, Event, Span, Stream
-from ..errors import DriverError, InvalidRequestError, OutOfMemory
-from ..sizes import align_up, format_size
+from ..device.resource import MemoryResource
+from ..driver import Driver, Span
+from ..errors import ClosedError, InvalidRequestError
+from ..host import ArenaOptions, HostArena
+from ..sizes import parse_size
+from .buffer import ShadowBuffer
 from .copier import Copier, DirectCopier
-from .lock import SpaceLock
+from .eviction import EvictionPolicy, LeastRecentlyUsed, PlannedOrder
+from .gate import StreamGate
+from .lock import overrides, space_lock
 from .partition import Partition
-
-
-class ShadowBuffer(Sequence[Partition]):
-    """One logical range cut in partitions; a sequence of them."""
-
-    def __init__(self, name: str, partitions: Iterable[Partition]) -> None:
-        self.name = name
-        self._partitions = tuple(partitions)
-        self.nbytes = sum(partition.nbytes for partition in self._partitions)
-
-    def __len__(self) -> int:
-        return len(self._partitions)
-
-    def __getitem__(self, index: int) -> Partition:  # type: ignore[override]  # no slices of partitions
-        return self._partitions[index]
+from .ranges import HostBudget, HostRanges, cut, host_span, layout, require_fitting
+from .room import Room
 
 
 class ShadowSpace:
     """The unified address space over host pages and one device's budget.
 
+    A context manager that closes it.  Thread-safe: one lock, held while a call enqueues copies and also while
+    a HOST view waits for the device.
+
     Parameters
     ----------
     driver : Driver
     device : int
-    device_budget : int
-        Bytes of device memory, reserved at once.
+    device_budget : int or str
+        Bytes of device memory, reserved at once unless `pool` is given.
+    host_budget : int or str, optional
+        Most bytes of host pages that `allocate` may have at once; no limit by default.  Pages of the caller
+        do not count.
     copier : Copier, optional
         Who moves bytes; plain copies on one stream a direction by default, which the space then owns.
+    eviction : EvictionPolicy, optional
+        Whose copy goes when there is no room; `LeastRecentlyUsed` by default.
+    pool : MemoryResource, optional
+        Where device memory comes from, at most `device_budget` of it; it stays the caller's.  By default a
+        `DevicePool` of exactly the budget, which the space owns.
+
+    Raises
+    ------
+    InvalidRequestError
+        An argument is none of these, or `pool` is of another driver or device.
+    DriverOutOfMemory
+        The device has less than `device_budget`; nothing was made.
     """
 
     def __init__(
-        self, driver: Driver, device: int = 0, *, device_budget: int, copier: Copier | None = None
+        self,
+        driver: Driver,
+        device: int = 0,
+        *,
+        device_budget: int | str,
+        host_budget: int | str | None = None,
+        copier: Copier | None = None,
+        eviction: EvictionPolicy | None = None,
+        pool: DevicePool | MemoryResource | None = None,
     ) -> None:
+        if not isinstance(driver, Driver):
+            raise InvalidRequestError(f"shadow space: {driver!r} is no Driver; make one with open_driver()")
+        driver.require_usable()
+        budget = parse_size(device_budget, name="device_budget")
         self.driver = driver
         self.device = device
-        self.lock = SpaceLock(driver)
-        self.pool = DevicePool(driver, device, device_budget)
-        self._own_copier = DirectCopier(driver, device) if copier is None else None
+        self._host = HostBudget(None if host_budget is None else parse_size(host_budget, name="host_budget"))
+        self.lock = space_lock(driver)
+        self.bracketed = overrides(driver, "launch")
+        self.gate = StreamGate(driver, device)
+        self._buffers: dict[ShadowBuffer, None] = {}
+        self._ranges = HostRanges()
+        self._closed = False
+        policy = eviction or LeastRecentlyUsed()
+        self._require_policy(policy)
+        self._owns_pool = pool is None
+        self.room = Room(self._pool(pool, budget), budget, policy)
+        try:
+            self._own_copier = DirectCopier(driver, device) if copier is None else None
+        except BaseException:
+            self._close_pool()
+            raise
         self.copier: Copier = self._own_copier if copier is None else copier  # type: ignore[assignment]
-        self._partitions: list[Partition] = []
-        self._clock = 0
 
-    def buffer(self, name: str, host: Sequence[Span]) -> ShadowBuffer:
+    # -- what it has ------------------------------------------------------------------------------------
+    @property
+    def pool(self) -> Any:
+        """Where device memory comes from: a `DevicePool` unless another resource was given."""
+        return self.room.pool
+
+    @property
+    def device_budget(self) -> int:
+        return self.room.budget
+
+    @property
+    def device_used(self) -> int:
+        """Bytes of the device budget that copies take now, alignment included."""
+        return self.room.taken
+
+    @property
+    def host_budget(self) -> int | None:
+        return self._host.limit
+
+    @property
+    def host_used(self) -> int:
+        """Bytes of the host budget in use: sizes of partitions and the padding between them."""
+        return self._host.used
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def eviction(self) -> EvictionPolicy:
+        """Whose copy goes when there is no room; may be exchanged at any time, say for the plan of a step."""
+        return self.room.policy
+
+    @eviction.setter
+    def eviction(self, policy: EvictionPolicy) -> None:
+        self.driver.require_usable()
+        with self.lock:
+            self._require_open()
+            self._require_policy(policy)
+            self.room.policy = policy
+
+    # -- buffers ----------------------------------------------------------------------------------------
+    def allocate(
+        self,
+        name: str,
+        nbytes: int | str | None = None,
+        *,
+        partitions: Sequence[int | str] | None = None,
+        partition_nbytes: int | str | None = None,
+        options: ArenaOptions | None = None,
+    ) -> ShadowBuffer:
+        """A buffer over zeroed host pages that the space takes, and gives back when the buffer is closed.
+
+        Parameters
+        ----------
+        name : str
+            What errors call it.
+        nbytes : int or str
+            Its size: one partition, or as many of `partition_nbytes` as it takes, the last one smaller.
+            0 is a valid empty buffer.
+        partitions : sequence of int or str
+            Or: the size of each partition.  Each begins at a multiple of 256 bytes; none is rounded up.
+        partition_nbytes : int or str
+        options : ArenaOptions, optional
+            How the pages come to be.
+
+        Raises
+        ------
+        InvalidRequestError
+            Sizes that are none, or a partition larger than the device budget; nothing was changed.
+        OutOfMemory
+            The host budget (``budget="host budget"``) or the machine has no room; nothing was changed.
+        DriverError
+            The pages cannot be registered; nothing was changed.
+        """
+        self.driver.require_usable()
+        sizes = cut(name, nbytes, partitions, partition_nbytes)
+        require_fitting(name, sizes, self.room.budget)
+        offsets, total = layout(sizes, ALIGNMENT)
+        with self.lock:
+            self._require_open()
+            self._host.reserve(name, total)
+        try:  # outside the lock: taking and registering pages is slow
+            pages = HostArena(self.driver, total, options) if total else None
+        except BaseException:
+            with self.lock:
+                self._host.used -= total
+            raise
+        start = 0 if pages is None else pages.cut(total).ptr
+        spans = [Span(start + offset, size) for offset, size in zip(offsets, sizes, strict=True)]
+        return self._add(name, spans, pages, total)
+
+    def buffer(self, name: str, host: Iterable[Span]) -> ShadowBuffer:
         """A buffer over registered host ranges, one partition each.  The caller keeps the pages alive.
 
         Raises
         ------
         InvalidRequestError
-            A range is empty, or larger than the whole device budget.
+            A range is empty, larger than the whole device budget, not aligned to 16 bytes, or has bytes of
+            another partition; nothing was changed.
         """
-        for index, span in enumerate(host):
-            if span.nbytes <= 0 or align_up(span.nbytes, ALIGNMENT) > self.pool.nbytes:
-                raise InvalidRequestError(
-                    f"buffer {name!r}: partition {index} has {format_size(span.nbytes)}; a partition needs "
-                    f"more than 0 bytes and, as a multiple of {ALIGNMENT}, at most the device budget, "
-                    f"{format_size(self.pool.nbytes)}"
-                )
-        with self.lock:
-            partitions = [Partition(self, f"{name}[{index}]", span) for index, span in enumerate(host)]
-            self._partitions += partitions
-            return ShadowBuffer(name, partitions)
+        self.driver.require_usable()
+        spans = [host_span(name, index, span) for index, span in enumerate(host)]
+        require_fitting(name, [span.nbytes for span in spans], self.room.budget)
+        return self._add(name, spans, None, 0)
 
-    def resize(self, device_budget: int) -> None:
-        """Exchange the device budget.  Drops every device copy; no view may be open.
+    def owns(self, buffer: ShadowBuffer) -> bool:
+        """Whether a buffer is this space's and open."""
+        return buffer in self._buffers
+
+    # -- the space itself -------------------------------------------------------------------------------
+    def resize(self, device_budget: int | str) -> None:
+        """Exchange the device budget.  Drops every device copy; no view may be open and nothing pinned.
 
         Raises
         ------
         InvalidRequestError
-            A view is open.
+            A view is open, something is pinned, or a partition would be larger than the budget.
         DriverOutOfMemory
             The device has less; the space then has its old budget again.
         """
-        if device_budget <= 0:
-            raise InvalidRequestError(f"device budget: {device_budget} is not more than zero bytes")
+        self.driver.require_usable()
+        budget = parse_size(device_budget, name="device_budget")
         with self.lock:
-            self._forbid_views("resize")
-            for partition in self._partitions:
-                partition.evict()
-            old = self.pool.nbytes
-            self.pool.close()
-            try:
-                self.pool = DevicePool(self.driver, self.device, device_budget)
-            except BaseException:
-                self.pool = DevicePool(self.driver, self.device, old)
-                raise
+            self._require_open()
+            self._forbid("resize")
+            for buffer in self._buffers:
+                for partition in buffer:
+                    partition._give_up()
+            if self._owns_pool:
+                old = self.room.budget
+                self.room.pool.close()
+                try:
+                    self.room.pool = DevicePool(self.driver, self.device, budget)
+                except BaseException:
+                    self.room.pool = DevicePool(self.driver, self.device, old)
+                    raise
+            self.room.budget = budget
 
     def close(self) -> None:
-        """Write everything home, wait until no stream uses the host pages, and free the device budget.
+        """Close every buffer, as `ShadowBuffer.close` does, and free the device budget.
 
         A second call does nothing.
 
         Raises
         ------
         InvalidRequestError
-            A view is open; nothing was changed.
+            A view is open or a partition is pinned; nothing was changed.
         """
+        self.driver.require_usable()
         with self.lock:
-            self._forbid_views("close")
-            for partition in self._partitions:
-                partition.evict()
-                partition.settle()
-            self.pool.close()
+            if self._closed:
+                return
+            self._forbid("close")
+            for buffer in list(self._buffers):
+                self._close_buffer(buffer)
+            self._close_pool()
             if self._own_copier is not None:
                 self._own_copier.close()
+            self._closed = True
 
-    def tick(self) -> int:
-        """A number larger than every one before: the order of uses."""
-        self._clock += 1
-        return self._clock
+    def __enter__(self) -> ShadowSpace:
+        return self
 
-    def allocate(self, nbytes: int, stream: Stream) -> int:
-        """Memory of the budget for `stream`, evicting the least recently used copies if it must."""
-        while True:
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- inside -----------------------------------------------------------------------------------------
+    def _pool(self, pool: DevicePool | MemoryResource | None, budget: int) -> DevicePool | MemoryResource:
+        if pool is None:
+            return DevicePool(self.driver, self.device, budget)
+        if pool.driver is not self.driver or pool.device != self.device:
+            raise InvalidRequestError(
+                f"pool: it is of device {pool.device} of the {pool.driver.name} driver, the space of device "
+                f"{self.device} of its {self.driver.name} driver; give one of the same device"
+            )
+        return pool
+
+    def _close_pool(self) -> None:
+        if self._owns_pool:
+            self.room.pool.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("shadow space: it was closed; make a new one")
+
+    def _require_policy(self, policy: EvictionPolicy) -> None:
+        if not callable(getattr(policy, "victim", None)):
+            raise InvalidRequestError(f"eviction: {policy!r} has no victim(candidates); give an EvictionPolicy")
+        for partition in policy.sequence if isinstance(policy, PlannedOrder) else ():
+            if not isinstance(partition, Partition) or partition.space is not self:
+                raise InvalidRequestError(f"eviction: the plan has {partition!r}, which is none of this space")
+
+    def _add(self, name: str, spans: list[Span], pages: HostArena | None, host_nbytes: int) -> ShadowBuffer:
+        with self.lock:
             try:
-                return self.pool.allocate(nbytes, stream=stream)
-            except OutOfMemory:
-                victim = self._victim()
-                if victim is None:
-                    raise
-                victim.evict()
+                self._require_open()
+                self._ranges.add(f"buffer {name!r}", spans)
+            except BaseException:
+                self._host.used -= host_nbytes
+                raise
+            buffer = ShadowBuffer(self, name, spans, pages, host_nbytes)
+            self._buffers[buffer] = None
+            return buffer
 
-    def deallocate(self, ptr: int, nbytes: int, uses: Mapping[Stream, Event]) -> None:
-        """Give memory back whose last uses were recorded in `uses`."""
-        stream = next(iter(uses))
-        self.pool.deallocate(ptr, nbytes, stream=stream, uses=uses)
+    def _close_buffer(self, buffer: ShadowBuffer) -> None:
+        self.driver.require_usable()
+        with self.lock:
+            if buffer not in self._buffers:
+                return
+            buffer._forbid(f"close of buffer {buffer.name!r}")
+            buffer._retire()
+            self._ranges.remove(partition.host for partition in buffer)
+            del self._buffers[buffer]
+            self._host.used -= buffer.host_nbytes
 
-    def abandon(self, ptr: int, nbytes: int, stream: Stream) -> dict[Stream, Event]:
-        """Give memory back that was allocated for `stream` a moment ago, and whose use failed; its last uses."""
-        try:
-            uses = {stream: stream.record()}
-        except DriverError:  # a closed stream has no work any more
-            uses = {}
-        self.pool.deallocate(ptr, nbytes, stream=stream, uses=uses)
-        return uses
-
-    def _forbid_views(self, what: str) -> None:
-        used = [partition.name for partition in self._partitions if partition.in_use]
-        if used:
-            raise InvalidRequestError(f"{what}: views of {', '.join(used)} are open; release them first")
-
-    def _victim(self) -> Partition | None:
-        idle = [partition for partition in self._partitions if partition.resident and not partition.in_use]
-        return min(idle, key=lambda partition: partition.last_use, default=None)
+    def _forbid(self, what: str) -> None:
+        for buffer in self._buffers:
+            buffer._forbid(what)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..driver import Bracket, Span, Stream
 from ..errors import ClosedError
+from . import typed
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from .partition import Partition
 
 
@@ -27,48 +30,47 @@ class Mode(Enum):
     WRITE = "write"
     READ_WRITE = "read-write"
 
-    @property
-    def writes(self) -> bool:
-        return self is not Mode.READ
+    reads: bool
+    writes: bool
 
-    @property
-    def reads(self) -> bool:
-        return self is not Mode.WRITE
+    def __init__(self, text: str) -> None:
+        self.reads = text != "write"
+        self.writes = text != "read"
 
 
 class View:
-    """Bytes that are valid in `stream`'s order (for HOST: for the calling thread) until `release`.
+    """Bytes that are valid in a stream's order (for HOST: for the calling thread) until `release`.
 
-    A context manager.  `ptr` is a device pointer for DEVICE and MAPPED, a host address for HOST.
+    A context manager.  Made by `Partition.acquire`; its calls may come from any thread.
     """
+
+    __slots__ = ("_brackets", "_ptr", "_released", "_streams", "mode", "partition", "place")
 
     def __init__(self, partition: Partition, place: Place, mode: Mode, ptr: int, stream: Stream | None) -> None:
         self.partition = partition
         self.place = place
         self.mode = mode
-        self.nbytes = partition.nbytes
         self._ptr = ptr
-        self._streams: dict[Stream, Bracket] = {}
-        self._host: Bracket | None = None
+        self._streams: tuple[Stream, ...] = () if stream is None else (stream,)
+        self._brackets: tuple[Bracket, ...] = ()
         self._released = False
-        driver = partition.space.driver
-        label = f"{place.value} view of {partition.name}"
-        spans = [self._span()]
-        if stream is None:
-            reads, writes = self._directions(spans)
-            self._host = driver.host_access(reads=reads, writes=writes, label=label)
-        else:
-            self._bracket(stream, label)
+        if partition.space.bracketed:
+            self._brackets = (self._bracket(stream),)
 
     @property
     def ptr(self) -> int:
+        """A device pointer for DEVICE and MAPPED, a host address for HOST."""
         if self._released:
-            raise ClosedError(f"view of {self.partition.name}: it was released; acquire it again")
+            raise self._gone()
         return self._ptr
 
     @property
+    def nbytes(self) -> int:
+        return self.partition.nbytes
+
+    @property
     def span(self) -> Span:
-        return Span(self.ptr, self.nbytes)
+        return Span(self.ptr, self.partition.nbytes)
 
     @property
     def released(self) -> bool:
@@ -76,8 +78,53 @@ class View:
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """The streams that may use this view."""
-        return tuple(self._streams)
+        """The streams that may use this view, the one that acquired it first; none for HOST."""
+        return self._streams
+
+    def array(self, dtype: Any = "uint8", shape: Any = None, *, offset: int = 0) -> npt.NDArray[Any]:
+        """The bytes of a HOST view as a NumPy array; it is read-only if the view is.
+
+        The array may be used until the view is released.  It cannot be revoked: later it shows bytes that
+        others may be changing, and writes to it are lost or race.  Where the space took the pages itself the
+        array keeps them mapped; elsewhere their owner must.
+
+        Parameters
+        ----------
+        dtype : numpy dtype or its name
+        shape : int or sequence of int, optional
+            All elements from `offset` to the end by default.
+        offset : int
+            Where the array begins, in bytes; a multiple of the element's alignment.
+
+        Raises
+        ------
+        ClosedError
+            The view was released.
+        InvalidRequestError
+            Not a HOST view, no NumPy dtype, or the array does not fit the bytes.
+        """
+        return typed.host_array(self, dtype, shape, offset)
+
+    def typed(self, dtype: Any, shape: Any = None, *, offset: int = 0) -> typed.TypedView:
+        """The bytes of a DEVICE or MAPPED view as an array description for kernels and frameworks.
+
+        Parameters
+        ----------
+        dtype : numpy dtype or name
+            Also ``"bfloat16"``, ``"float8_e4m3fn"`` and ``"float8_e5m2"``.
+        shape : int or sequence of int, optional
+            All elements from `offset` to the end by default.
+        offset : int
+            Where the array begins, in bytes; a multiple of the element's alignment.
+
+        Raises
+        ------
+        ClosedError
+            The view was released.
+        InvalidRequestError
+            A HOST view, an unknown dtype, or the array does not fit the bytes.
+        """
+        return typed.TypedView(self, dtype, shape, offset)
 
     def record_stream(self, stream: Stream) -> None:
         """Let another stream read through the view too, from now on, in its own order.
@@ -87,30 +134,40 @@ class View:
         ClosedError
             The view was released.
         InvalidRequestError
-            It is a writing view, or one of HOST: those have one user.
+            It is a writing view, or one of HOST: those have one user; or a stream of another device.
+        CaptureError
+            `stream` is being captured into a graph.
         """
-        with self.partition.space.lock:
-            _ = self.ptr
+        space = self.partition.space
+        space.driver.require_usable()
+        with space.lock:
+            if self._released:
+                raise self._gone()
             if stream not in self._streams:
-                self.partition._admit(self, stream)
-                self._bracket(stream, f"{self.place.value} view of {self.partition.name}")
+                self.partition._admit_reader(self, stream)
+                if space.bracketed:
+                    self._brackets += (self._bracket(stream),)
+                self._streams += (stream,)
 
     def release(self) -> None:
         """End the view: its last uses are those enqueued until now.  A second call does nothing.
 
         A view of HOST may be released by another thread than the one that acquired it, if that has been
         handed the bytes.
+
+        Raises
+        ------
+        CaptureError
+            A stream of the view is being captured into a graph; the view stays open.
         """
-        with self.partition.space.lock:
+        if self._released:
+            return
+        space = self.partition.space
+        space.driver.require_usable()
+        with space.lock:
             if not self._released:
                 self.partition._release(self)
                 self._released = True
-
-    def end_brackets(self) -> None:
-        for bracket in self._streams.values():
-            bracket.end()
-        if self._host is not None:
-            self._host.end()
 
     def __enter__(self) -> View:
         return self
@@ -118,13 +175,14 @@ class View:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _span(self) -> Span:
-        return Span(self._ptr, self.nbytes)
+    def _gone(self) -> ClosedError:
+        return ClosedError(f"view of {self.partition.name}: it was released; acquire it again")
 
-    def _directions(self, spans: list[Span]) -> tuple[list[Span], list[Span]]:
-        return (spans if self.mode.reads else [], spans if self.mode.writes else [])
-
-    def _bracket(self, stream: Stream, label: str) -> None:
-        reads, writes = self._directions([self._span()])
-        driver = self.partition.space.driver
-        self._streams[stream] = driver.launch(stream, reads=reads, writes=writes, label=label)
+    def _bracket(self, stream: Stream | None) -> Bracket:
+        """Tell a driver that checks accesses which bytes are touched from now on."""
+        driver, spans = self.partition.space.driver, [Span(self._ptr, self.partition.nbytes)]
+        reads, writes = (spans if self.mode.reads else []), (spans if self.mode.writes else [])
+        label = f"{self.place.value} view of {self.partition.name}"
+        if stream is None:
+            return driver.host_access(reads=reads, writes=writes, label=label)
+        return driver.launch(stream, reads=reads, writes=writes, label=label)

@@ -1,0 +1,184 @@
+"""The device memory of a space: its budget, and who makes room when it is full."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from ..device import DevicePool
+from ..device.resource import MemoryResource
+from ..driver import Event, Stream
+from ..errors import DriverError, InvalidRequestError, OutOfMemory
+from ..sizes import format_size
+from .eviction import EvictionPolicy
+
+if TYPE_CHECKING:
+    from .copies import Copies
+    from .partition import Partition
+
+
+class Room:
+    """Where device copies lie, and which of them are idle: not in use, not pinned, free to go.
+
+    Used under the space's lock.
+
+    Parameters
+    ----------
+    pool : DevicePool or MemoryResource
+    budget : int
+        Most bytes that are taken of it, the pool's alignment included.
+    """
+
+    def __init__(self, pool: DevicePool | MemoryResource, budget: int, policy: EvictionPolicy) -> None:
+        self.pool: Any = pool
+        self.budget = budget
+        self.taken = 0
+        self.idle: OrderedDict[Copies, int] = OrderedDict()  # the least recently used first; bytes of each
+        self.idle_bytes = 0
+        self._owners: dict[int, Copies] = {}
+        self.policy = policy
+
+    @property
+    def policy(self) -> EvictionPolicy:
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self.used: Callable[[Partition], None] | None = getattr(policy, "used", None)
+
+    def rest(self, partition: Copies) -> None:
+        """A copy is idle from now on, as the most recently used."""
+        self.idle[partition] = partition.reserved
+        self.idle_bytes += partition.reserved
+
+    def wake(self, partition: Copies) -> None:
+        """A copy is not idle, if it was."""
+        self.idle_bytes -= self.idle.pop(partition, 0)
+
+    def allocate(self, partition: Copies, stream: Stream) -> int:
+        """Memory for a partition's copy, usable in `stream`'s order; idle copies make room if they must.
+
+        Raises
+        ------
+        OutOfMemory
+            Even without the idle copies there is not enough (nothing was evicted then), or not in one piece.
+        """
+        while True:
+            try:
+                ptr = self._take(partition, stream)
+            except OutOfMemory:
+                if not self._could_fit(partition.reserved):
+                    raise
+                if not self._make_room(partition.reserved):
+                    raise
+            else:
+                self._owners[ptr] = partition
+                self.taken += partition.reserved
+                return ptr
+
+    def deallocate(self, ptr: int, partition: Copies, *, stream: Stream, uses: Mapping[Stream, Event]) -> None:
+        """Give memory back whose last uses were recorded in `uses`; `stream` may be made to wait for them."""
+        if isinstance(self.pool, DevicePool):
+            self.pool.deallocate(ptr, partition.nbytes, stream=stream, uses=uses)
+        else:
+            for event in uses.values():
+                stream.wait(event)
+            self.pool.deallocate(ptr, partition.nbytes, stream=stream)
+        del self._owners[ptr]
+        self.taken -= partition.reserved
+
+    def abandon(self, ptr: int, partition: Copies, stream: Stream) -> dict[Stream, Event]:
+        """Give memory back that was allocated for `stream` a moment ago, and whose use failed; its last uses."""
+        try:
+            uses = {stream: stream.record()}
+        except DriverError:  # a closed stream has no work any more
+            uses = {}
+        self.deallocate(ptr, partition, stream=stream, uses=uses)
+        return uses
+
+    def _take(self, partition: Copies, stream: Stream) -> int:
+        if not isinstance(self.pool, DevicePool) and self.taken + partition.reserved > self.budget:
+            raise OutOfMemory(
+                f"device budget: {partition.name} needs {format_size(partition.reserved)}, "
+                f"{format_size(self.taken)} of {format_size(self.budget)} are in use; "
+                "release or unpin something, or raise device_budget",
+                size=partition.reserved,
+                used=self.taken,
+                limit=self.budget,
+                budget="device budget",
+            )
+        return int(self.pool.allocate(partition.nbytes, stream=stream))
+
+    def _could_fit(self, nbytes: int) -> bool:
+        """Whether there would be enough without the idle copies, in one piece or not."""
+        used = self.pool.used if isinstance(self.pool, DevicePool) else self.taken
+        return bool(self.budget - used + self.idle_bytes >= nbytes)
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Evict what lets `nbytes` come free in one piece, or at least something; whether anything may go."""
+        favourite = self._choose(self.idle)
+        if favourite is None:
+            return False
+        enough = favourite.reserved >= nbytes
+        for victim in [favourite] if enough else self._neighbours(nbytes) or [favourite]:
+            victim._give_up()
+        return True
+
+    def _neighbours(self, nbytes: int) -> list[Copies]:
+        """Idle copies side by side that make room together.
+
+        The policy's favourites are collected until some of them do; no other copy goes.  What lies between
+        copies is taken to be free: where it is not, the request fails again, and more copies go.
+        """
+        remaining, chosen = self.idle.copy(), set[Any]()
+        places = sorted(self._owners)
+        while remaining:
+            victim = self._choose(remaining)
+            if victim is None:
+                break
+            del remaining[victim]
+            chosen.add(victim)
+            found = self._smallest_run(places, bisect_left(places, victim.copy_address), chosen, nbytes)
+            if found:
+                return found
+        return []
+
+    def _smallest_run(self, places: list[int], middle: int, chosen: set[Any], nbytes: int) -> list[Copies]:
+        """Of the runs of chosen copies round the one in the middle that make room, that with the fewest bytes."""
+        owners = [self._owners[place] for place in places]
+        first, fewest = middle, -1
+        best: list[Copies] = []
+        while first > 0 and owners[first - 1] in chosen:
+            first -= 1
+        last = middle
+        for start in range(first, middle + 1):
+            while self._freed(places, start, last) < nbytes:
+                last += 1
+                if last == len(places) or owners[last] not in chosen:
+                    return best
+            size = sum(owner.reserved for owner in owners[start : last + 1])
+            if fewest < 0 or size < fewest:
+                best, fewest = owners[start : last + 1], size
+        return best
+
+    def _freed(self, places: list[int], start: int, last: int) -> int:
+        """Bytes in one piece when the copies from `start` to `last` are gone."""
+        low, high = places[start], places[last] + self._owners[places[last]].reserved
+        if start > 0:
+            low = places[start - 1] + self._owners[places[start - 1]].reserved
+        if last + 1 < len(places):
+            high = places[last + 1]
+        return high - low
+
+    def _choose(self, candidates: OrderedDict[Copies, int]) -> Copies | None:
+        partitions = cast("Collection[Partition]", candidates.keys())  # every `Copies` is a `Partition`
+        victim = self._policy.victim(partitions)
+        if victim is not None and victim not in candidates:
+            raise InvalidRequestError(
+                f"eviction policy {type(self._policy).__name__}: it chose {victim!r}, which is none of the "
+                f"{len(candidates)} candidates; return one of them, or None"
+            )
+        return victim
