@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from ..driver import Bracket, Span, Stream
-from ..errors import ClosedError
+from ..errors import ClosedError, InvalidRequestError
 
 if TYPE_CHECKING:
     from .partition import Partition
@@ -51,6 +53,7 @@ class View:
         self._streams: dict[Stream, Bracket] = {}
         self._host: Bracket | None = None
         self._released = False
+        self.exports: weakref.WeakSet[object] = weakref.WeakSet()
         driver = partition.space.driver
         label = f"{place.value} view of {partition.name}"
         spans = [self._span()]
@@ -103,8 +106,18 @@ class View:
         """
         with self.partition.space.lock:
             if not self._released:
+                self._forbid_exports()
                 self.partition._release(self)
                 self._released = True
+
+    def _forbid_exports(self) -> None:
+        if self.exports:
+            gc.collect()  # a cycle may be all that holds them
+        if self.exports:
+            raise InvalidRequestError(
+                f"release of a view of {self.partition.name}: {len(self.exports)} array(s) made from it are still "
+                "in use, perhaps by a tensor of another library; drop them first"
+            )
 
     def end_brackets(self) -> None:
         for bracket in self._streams.values():
