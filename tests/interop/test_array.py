@@ -69,7 +69,7 @@ def test_torch_sees_a_host_view(bench: Bench, name: str) -> None:
 
 def test_numpy_has_no_bfloat16(bench: Bench) -> None:
     with bench.view(Place.HOST) as view:
-        with pytest.raises(InvalidRequestError, match="NumPy|numpy"):
+        with pytest.raises(InvalidRequestError, match="no view of bfloat16"):
             as_host(view, "bfloat16").numpy()
         gc.collect()
 

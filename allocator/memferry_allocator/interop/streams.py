@@ -27,7 +27,8 @@ def borrow_stream(driver: Driver, device: int, stream: object) -> Stream:
     if isinstance(stream, Stream):
         if stream.driver is not driver or stream.device != device:
             raise InvalidRequestError(
-                f"stream: it is of device {stream.device} of the {stream.driver.name} driver"
+                f"stream: it belongs to another device or driver ({stream.driver.name}:{stream.device}); make one "
+                "for this device"
             )
         return stream
     owner_device = getattr(getattr(stream, "device", None), "index", device)
