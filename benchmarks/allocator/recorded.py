@@ -7,6 +7,7 @@ tens of GiB is made in seconds on any machine.
 from __future__ import annotations
 
 import random
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 

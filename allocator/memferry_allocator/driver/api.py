@@ -114,6 +114,18 @@ class Stream:
         """Whether everything enqueued so far is done; does not block."""
         return self.driver.stream_query(self)
 
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """The protocol by which CUDA libraries for Python take each other's streams: its version and the handle.
+
+        Raises
+        ------
+        UnsupportedError
+            The stream is none of CUDA's.
+        """
+        if self.driver.name != "cuda":
+            raise UnsupportedError(f"__cuda_stream__: a stream of the {self.driver.name} driver is none of CUDA's")
+        return 0, int(self.handle)
+
     def close(self) -> None:
         """Destroy an owned stream once its work is done; a second call does nothing."""
         if self.owned:

@@ -5,7 +5,7 @@ from .copier import Completion, Copier, DirectCopier, Direction
 from .eviction import EvictionPolicy, LeastRecentlyUsed, PlannedOrder
 from .partition import Partition
 from .space import ShadowSpace
-from .typed import ElementType, TypedView
+from .typed import ElementType, TypedView, element_type
 from .view import Mode, Place, View
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "ShadowSpace",
     "TypedView",
     "View",
+    "element_type",
 ]

@@ -86,7 +86,7 @@ class TypedView:
             )
         self._view = view
         self.dtype = element_type(dtype)
-        self.shape = _fitting(view, self.dtype, shape, offset)
+        self.shape = fit(view, self.dtype, shape, offset)
         self._offset = offset
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
         self.strides = _row_major(self.shape, self.dtype.itemsize)
@@ -138,7 +138,7 @@ def host_array(view: View, dtype: Any, shape: Any, offset: int) -> npt.NDArray[A
         raise InvalidRequestError(
             f"dtype: NumPy has no {element.name}; take 'uint{8 * element.itemsize}' for the bits"
         )
-    fitting = _fitting(view, element, shape, offset)
+    fitting = fit(view, element, shape, offset)
     data = np.asarray(_HostBytes(view))[offset : offset + math.prod(fitting) * element.itemsize]
     return data.view(element.numpy).reshape(fitting)
 
@@ -156,8 +156,8 @@ class _HostBytes:
         }
 
 
-def _fitting(view: View, element: ElementType, shape: Any, offset: Any) -> tuple[int, ...]:
-    """The dimensions of an array of a view's bytes, from byte `offset` on."""
+def fit(view: View, element: ElementType, shape: Any, offset: Any = 0) -> tuple[int, ...]:
+    """The dimensions of an array of a view's bytes, from byte `offset` on; refused as `View.typed` says."""
     ptr, room = view.ptr, view.nbytes - _whole(offset, "offset")
     where = f"view of {view.partition.name} as {element.name}"
     if room < 0 or (ptr + offset) % min(element.alignment, _WIDEST):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ..driver import Bracket, Span, Stream
-from ..errors import ClosedError
+from ..errors import ClosedError, InvalidRequestError
 from . import typed
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class View:
     A context manager.  Made by `Partition.acquire`; its calls may come from any thread.
     """
 
-    __slots__ = ("_brackets", "_ptr", "_released", "_streams", "mode", "partition", "place")
+    __slots__ = ("_brackets", "_exports", "_ptr", "_released", "_streams", "mode", "partition", "place")
 
     def __init__(self, partition: Partition, place: Place, mode: Mode, ptr: int, stream: Stream | None) -> None:
         self.partition = partition
@@ -54,6 +56,7 @@ class View:
         self._streams: tuple[Stream, ...] = () if stream is None else (stream,)
         self._brackets: tuple[Bracket, ...] = ()
         self._released = False
+        self._exports: weakref.WeakSet[object] | None = None
         if partition.space.bracketed:
             self._brackets = (self._bracket(stream),)
 
@@ -159,6 +162,8 @@ class View:
         ------
         CaptureError
             A stream of the view is being captured into a graph; the view stays open.
+        InvalidRequestError
+            Other libraries still use arrays made from it (`memferry_allocator.interop`); it stays open.
         """
         if self._released:
             return
@@ -166,8 +171,28 @@ class View:
         space.driver.require_usable()
         with space.lock:
             if not self._released:
+                if self._exports is not None:
+                    self._forbid_exports(self._exports)
                 self.partition._release(self)
                 self._released = True
+
+    def export(self, user: object) -> None:
+        """Refuse to be released as long as `user`, through whom others use the bytes, is alive."""
+        with self.partition.space.lock:
+            if self._released:
+                raise self._gone()
+            if self._exports is None:
+                self._exports = weakref.WeakSet()
+            self._exports.add(user)
+
+    def _forbid_exports(self, exports: weakref.WeakSet[object]) -> None:
+        if exports:
+            gc.collect()  # a cycle may be all that holds them
+        if exports:
+            raise InvalidRequestError(
+                f"release of a view of {self.partition.name}: {len(exports)} array(s) made from it are still "
+                "in use, perhaps by a tensor of another library; drop them first"
+            )
 
     def __enter__(self) -> View:
         return self
