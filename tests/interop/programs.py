@@ -165,7 +165,7 @@ def jax_shares() -> dict[str, Any]:
             with space.part.acquire(Place.HOST, Mode.WRITE) as view:
                 as_host(view, "int32").numpy()[:] = number
             with space.part.acquire(Place.DEVICE, Mode.READ, stream=space.stream) as view:
-                array = as_device(view, "int32")
+                array = as_device(view, "int32", promise_not_to_write=True)
                 taken = jnp.from_dlpack(array)
                 wrong += int((taken + 1 != number + 1).sum())
                 del array, taken

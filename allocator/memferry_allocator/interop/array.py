@@ -1,7 +1,8 @@
 """A view with a shape and an element type, in the forms in which other libraries take memory.
 
 What is made from a view shares its bytes and keeps the view from being released, as an export keeps a
-`memoryview` from being: drop every array first.  A view that only reads gives read-only arrays.
+`memoryview` from being: drop every array first.  A view that only reads gives read-only arrays; libraries that
+know no read-only memory get it against the promise not to write.
 """
 
 from __future__ import annotations
@@ -42,14 +43,21 @@ class Array:
     """
 
     def __init__(
-        self, view: View, ptr: int, shape: tuple[int, ...], kind: ElementType, device: tuple[DeviceType, int]
+        self,
+        view: View,
+        ptr: int,
+        shape: tuple[int, ...],
+        kind: ElementType,
+        device: tuple[DeviceType, int],
+        *,
+        read_only: bool,
     ) -> None:
         self.view = view
         self.ptr = ptr
         self.shape = shape
         self.kind = kind
         self.device = device
-        self.read_only = not view.mode.writes
+        self.read_only = read_only
         view.export(self)
 
     @property
@@ -99,7 +107,7 @@ class Array:
         if self.read_only and not versioned:
             raise BufferError(
                 "a view that reads is read-only, which DLPack before 1.0 cannot say; acquire it with "
-                "Mode.READ_WRITE, or use a consumer that asks for version 1"
+                "Mode.READ_WRITE, use a consumer that asks for version 1, or pass promise_not_to_write=True"
             )
         self._admit(stream)
         return make_capsule(
@@ -159,7 +167,9 @@ class Array:
         self.view.record_stream(mine.driver.stream_from_handle(mine.device, handle or LEGACY_DEFAULT))
 
 
-def as_host(view: View, dtype: object, shape: Sequence[int] | None = None) -> Array:
+def as_host(
+    view: View, dtype: object, shape: Sequence[int] | None = None, *, promise_not_to_write: bool = False
+) -> Array:
     """A HOST view for libraries that compute on the CPU.
 
     Parameters
@@ -169,6 +179,9 @@ def as_host(view: View, dtype: object, shape: Sequence[int] | None = None) -> Ar
         A name, a NumPy dtype, or a framework's own: integers, floats, complex, bool, bfloat16, float8.
     shape : sequence of int, optional
         In C order from the view's first byte; one dimension over all of it by default.
+    promise_not_to_write : bool
+        Do not call the memory read-only though the view only reads: nothing else then keeps consumers from
+        writing to it.
 
     Raises
     ------
@@ -177,23 +190,34 @@ def as_host(view: View, dtype: object, shape: Sequence[int] | None = None) -> Ar
     ClosedError
         The view was released.
     """
-    return _array(view, dtype, shape, (Place.HOST,), (DeviceType.CPU, 0))
+    return _array(view, dtype, shape, (Place.HOST,), (DeviceType.CPU, 0), promise_not_to_write)
 
 
-def as_pinned(view: View, dtype: object, shape: Sequence[int] | None = None) -> Array:
+def as_pinned(
+    view: View, dtype: object, shape: Sequence[int] | None = None, *, promise_not_to_write: bool = False
+) -> Array:
     """A HOST view as page-locked memory, for libraries that know of it; the others see it as the CPU's."""
     pinned = view.partition.space.driver.name == "cuda"
-    return _array(view, dtype, shape, (Place.HOST,), (DeviceType.CUDA_HOST if pinned else DeviceType.CPU, 0))
+    return _array(
+        view,
+        dtype,
+        shape,
+        (Place.HOST,),
+        (DeviceType.CUDA_HOST if pinned else DeviceType.CPU, 0),
+        promise_not_to_write,
+    )
 
 
-def as_device(view: View, dtype: object, shape: Sequence[int] | None = None) -> Array:
+def as_device(
+    view: View, dtype: object, shape: Sequence[int] | None = None, *, promise_not_to_write: bool = False
+) -> Array:
     """A DEVICE or MAPPED view for libraries that compute on the device.
 
     On the emulated device, whose memory is the host's, it is the CPU's.
     """
     space = view.partition.space
     device = (DeviceType.CUDA, space.device) if space.driver.name == "cuda" else (DeviceType.CPU, 0)
-    return _array(view, dtype, shape, (Place.DEVICE, Place.MAPPED), device)
+    return _array(view, dtype, shape, (Place.DEVICE, Place.MAPPED), device, promise_not_to_write)
 
 
 def _array(
@@ -202,6 +226,7 @@ def _array(
     shape: Sequence[int] | None,
     places: tuple[Place, ...],
     device: tuple[DeviceType, int],
+    promise: bool,
 ) -> Array:
     if view.place not in places:
         raise InvalidRequestError(
@@ -213,7 +238,7 @@ def _array(
     ptr = view.ptr
     if view.place is not Place.HOST and device[0] is not DeviceType.CUDA:
         ptr = _address_of(view)
-    return Array(view, ptr, fitting, kind, device)
+    return Array(view, ptr, fitting, kind, device, read_only=not (view.mode.writes or promise))
 
 
 def _address_of(view: View) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..device.resource import MemoryResource
-from ..errors import OutOfMemory
+from ..errors import OutOfMemory, UnsupportedError
 from .streams import BorrowedStreams
 
 _LEGACY_DEFAULT = 1
@@ -45,6 +45,9 @@ def numba_memory_manager(resource: MemoryResource) -> type[Any]:
 
         def get_memory_info(self) -> Any:
             return MemoryInfo(*resource.driver.memory_info(resource.device))
+
+        def get_ipc_handle(self, memory: Any) -> Any:
+            raise UnsupportedError("numba: memory of this resource has no handles for other processes")
 
         @property
         def interface_version(self) -> int:

@@ -39,29 +39,23 @@ class _HostBytes:
         }
 
 
-def as_tensor(array: Array, *, promise_not_to_write: bool = False) -> torch.Tensor:
+def as_tensor(array: Array) -> torch.Tensor:
     """A tensor over the memory of `array`: on its device, or on the CPU.
 
     The tensor is used in the order of the streams that may use the view; torch does not check that.
 
-    Parameters
-    ----------
-    array : Array
-    promise_not_to_write : bool
-        torch has no read-only tensors: arrays of views that only read are refused without this promise.
-
     Raises
     ------
     InvalidRequestError
-        The array is read-only, and nothing is promised.
+        The array is read-only, and torch knows no such tensors.
     """
     import numpy as np
     import torch
 
-    if array.read_only and not promise_not_to_write:
+    if array.read_only:
         raise InvalidRequestError(
             "as_tensor: the view only reads, and torch would write to it without a word; acquire it with "
-            "Mode.READ_WRITE, or pass promise_not_to_write=True"
+            "Mode.READ_WRITE, or make the array with promise_not_to_write=True"
         )
     dtype: Any = getattr(torch, array.kind.name)
     on_device = array.device[0] is DeviceType.CUDA
