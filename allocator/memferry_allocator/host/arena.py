@@ -18,6 +18,7 @@ from ..errors import ClosedError, InvalidRequestError, OutOfMemory
 from ..sizes import align_up, format_size
 from . import libc, numa
 from .handle import Registration
+from .limits import require_memory
 from .pages import HostPages, as_array
 from .registration import MAX_CHUNK, registrations
 from .suballocator import SubAllocator, Taken, uses_of
@@ -89,7 +90,7 @@ class HostArena:
     Raises
     ------
     OutOfMemory
-        The operating system has no such range.
+        The operating system has no such range, or not the pages to touch.
     RegistrationError
         The pages could not be registered; nothing is left mapped.
     ForkedError
@@ -103,6 +104,8 @@ class HostArena:
         self.driver = driver
         self.options = options or ArenaOptions()
         self.nbytes = align_up(_as_size(nbytes), mmap.PAGESIZE)
+        if self.options.touch:
+            require_memory(self.nbytes, "host arena")
         self.address = _map_aligned(self.nbytes)
         self._pages = HostPages(self.address, self.nbytes)
         self.registration: Registration | None = None
