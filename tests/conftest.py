@@ -10,7 +10,12 @@ from hypothesis import HealthCheck, settings
 
 from memferry_allocator import DriverNotFoundError, open_driver
 
-pytest.register_assert_rewrite("tests.allocator.machine", "tests.allocator.contract_driver")
+pytest.register_assert_rewrite(
+    "tests.allocator.machine",
+    "tests.allocator.contract_capture",
+    "tests.allocator.contract_driver",
+    "tests.allocator.contract_virtual",
+)
 
 settings.register_profile(
     "default", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow], print_blob=True

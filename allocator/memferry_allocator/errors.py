@@ -38,10 +38,6 @@ class UnsupportedError(AllocatorError):
     """The device or driver has not got what the call needs; nothing was changed."""
 
 
-class ForkedError(AllocatorError):
-    """A driver, or what was made with it, is used in a child of the process that opened it."""
-
-
 class CaptureError(AllocatorError):
     """The call may not happen while a stream is captured into a graph; the capture goes on unharmed."""
 
@@ -86,6 +82,13 @@ class DriverError(AllocatorError):
 
 class DriverNotFoundError(DriverError):
     """No driver library, or a driver without a device: this machine has no accelerator."""
+
+
+class ForkedError(DriverError):
+    """A driver, or what was made with it, is used in a child of the process that opened it."""
+
+    def __init__(self, message: str, call: str = "after fork") -> None:
+        super().__init__("CUDA_ERROR_NOT_INITIALIZED", call, message)
 
 
 class DeviceLostError(DriverError):
@@ -139,6 +142,14 @@ class DriverOutOfMemory(OutOfMemory, DriverError):
 _HINTS = {
     "CUDA_ERROR_INVALID_VALUE": "a pointer, size or flag is outside what the driver knows",
     "CUDA_ERROR_NOT_INITIALIZED": "the driver is not initialised in this process; after fork() use spawn",
+    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": "a stream is being captured into a graph and the capture forbids "
+    "this call; make it before or after the capture, or inside driver.beside_captures()",
+    "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": "a call that it forbids has broken the capture; nothing was recorded",
+    "CUDA_ERROR_STREAM_CAPTURE_ISOLATION": "a capture cannot wait for work outside of it",
+    "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD": "only the thread that began a capture may end it",
+    "CUDA_ERROR_CAPTURED_EVENT": "the event was recorded in a capture, which has not run",
+    "CUDA_ERROR_ILLEGAL_STATE": "the stream is not in the state that this call needs",
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED": "the device was reset; close what was made on it and open the driver anew",
     "CUDA_ERROR_DEINITIALIZED": "the driver is shutting down: close handles before the interpreter exits",
     "CUDA_ERROR_NO_DEVICE": "the driver found no device; check CUDA_VISIBLE_DEVICES",
     "CUDA_ERROR_INVALID_DEVICE": "there is no device with that number; check CUDA_VISIBLE_DEVICES",

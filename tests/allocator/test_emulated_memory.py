@@ -192,7 +192,7 @@ def test_objects_that_die_in_the_middle_of_a_call(machine: Machine, monkeypatch:
         return weakref.ref(cycle[1])
 
     seen = []
-    check = driver._log.check
+    check = driver._engine.log.check
 
     def collect(*arguments: object, **options: object) -> None:
         gc.collect()
@@ -201,7 +201,7 @@ def test_objects_that_die_in_the_middle_of_a_call(machine: Machine, monkeypatch:
 
     gc.collect()
     arena = litter()
-    monkeypatch.setattr(driver._log, "check", collect)
+    monkeypatch.setattr(driver._engine.log, "check", collect)
     driver.fill(ptr, 1, N, stream=stream)
     monkeypatch.undo()
     assert arena() is None

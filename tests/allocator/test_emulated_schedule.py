@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from memferry_allocator import EmulatedDriver, EmulatedOptions, InvalidRequestError, Span
-from memferry_allocator.driver.emulated.driver import PATIENCE
+from memferry_allocator.driver.emulated.engine import PATIENCE
 
 from .machine import Bytes, Machine, address, pages, pattern, refused
 

@@ -7,16 +7,17 @@ All calls are thread-safe.  Nothing here assumes which device is current, and no
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
-from ..errors import ForkedError, InvalidRequestError, UnsupportedError
+from ..errors import DeviceLostError, ForkedError, InvalidRequestError, UnsupportedError
 
 
 class Span(NamedTuple):
@@ -142,6 +143,10 @@ class Event:
         """Note a recording; for drivers, which let no other recording on that stream come between."""
         self.recorded = (stream, next(_sequence))
 
+    def captured(self) -> None:
+        """Note a recording into a graph: it is a point in no stream's order, so waiting for it proves nothing."""
+        self.recorded = (None, next(_sequence))
+
     def query(self) -> bool:
         """Whether the recorded work is done; an event never recorded is done."""
         return self.driver.event_query(self)
@@ -174,6 +179,16 @@ class Bracket:
 
 NO_BRACKET = Bracket()
 _sequence = itertools.count(1)
+_opened: WeakSet[Driver] = WeakSet()
+
+
+def _disown() -> None:
+    """In a child process: no driver that the parent opened may be used."""
+    for driver in list(_opened):
+        driver._forked = True
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 class Driver(ABC):
@@ -181,6 +196,9 @@ class Driver(ABC):
 
     name: ClassVar[str]
     _forked = False
+
+    def __init__(self) -> None:
+        _opened.add(self)
 
     # -- devices ------------------------------------------------------------------------------------
     @property
@@ -201,9 +219,21 @@ class Driver(ABC):
         """Block until everything enqueued on `device` by this process is done."""
 
     def synchronize_all(self) -> None:
-        """Block until everything enqueued by this process is done, on whatever device."""
-        for device in range(self.device_count):
-            self.synchronize(device)
+        """Block until everything enqueued by this process is done, on whatever device.
+
+        Raises
+        ------
+        DeviceLostError
+            A device is lost; the others have been waited for all the same.
+        """
+        lost: DeviceLostError | None = None
+        for device in self._busy():
+            try:
+                self.synchronize(device)
+            except DeviceLostError as error:
+                lost = error
+        if lost is not None:
+            raise lost
 
     # -- memory -------------------------------------------------------------------------------------
     @abstractmethod
@@ -413,7 +443,8 @@ class Driver(ABC):
         Raises
         ------
         DriverError
-            A forbidden call has invalidated the capture.
+            A forbidden call has invalidated the capture, which is over all the same; or there is none, or
+            another thread began it.
         """
         raise self._unsupported("graph capture")
 
@@ -467,10 +498,11 @@ class Driver(ABC):
             This process is a child of the one that opened the driver.
         """
         if self._forked:
-            raise ForkedError(
-                f"the {self.name} driver was opened before fork(); start workers with the 'spawn' method, or open "
-                "a driver after the fork only"
-            )
+            raise forked(self.name)
+
+    def _busy(self) -> Sequence[int]:
+        """The devices that may have work."""
+        return range(self.device_count)
 
     def _unsupported(self, what: str) -> UnsupportedError:
         return UnsupportedError(f"{what}: the {self.name} driver has none; use another resource or mapping")
@@ -480,16 +512,25 @@ class Driver(ABC):
         """Run a finaliser's `action`, which may call this driver.
 
         A garbage collection can happen anywhere, also in the middle of a driver call of the same thread; a
-        driver that cannot be re-entered there puts the action off until that call is over.
+        driver that cannot be re-entered there puts the action off until that call is over.  In a child of the
+        process that opened the driver nothing runs: what is to be released belongs to the parent.
         """
-        action()
+        if not self._forked:
+            action()
 
     @abstractmethod
     def close(self) -> None:
-        """Release contexts and pooled handles; a second call does nothing.
+        """Release contexts and pooled handles; a second call, or one in a forked child, does nothing.
 
         Every other call is refused from then on, but for closing streams, which does nothing.
         """
+
+
+def forked(name: str) -> ForkedError:
+    return ForkedError(
+        f"the {name} driver was opened before fork(); start workers with the 'spawn' method, or open a driver "
+        "after the fork only"
+    )
 
 
 def require_stream(stream: object, device: int | None = None) -> Stream:

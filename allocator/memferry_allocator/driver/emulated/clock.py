@@ -44,14 +44,17 @@ class Links:
         self._all = (*self._h2d, *self._d2h, *self._local, *self._peer.values())
 
     def between(self, source: Place, target: Place) -> Link | None:
-        """The link that a copy takes; None for one that stays in host memory, which takes no time."""
+        """The link that a copy takes; None for one that stays in host memory, which takes no time.
+
+        What lies partly on the host goes at the pace of the host's link.
+        """
         if source.kind is Kind.DEVICE and target.kind is Kind.DEVICE:
             if source.device == target.device:
                 return self._local[source.device]
             return self._peer[source.device, target.device]
-        if target.kind is Kind.DEVICE:
+        if target.kind is Kind.DEVICE or (target.kind is Kind.PAGED and source.kind is not Kind.DEVICE):
             return self._h2d[target.device]
-        return self._d2h[source.device] if source.kind is Kind.DEVICE else None
+        return self._d2h[source.device] if source.kind in (Kind.DEVICE, Kind.PAGED) else None
 
     def filling(self, device: int, target: Place) -> Link:
         """The link by which `device` sets bytes of `target`."""

@@ -16,9 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import DriverError, DriverOutOfMemory
+from ..api import Span
 
 HOST_END = 1 << 48  # no host address lies beyond
 DEVICE_BASE = 1 << 50  # device d's addresses start at (d + 1) times this
+VIRTUAL_BASE = 1 << 56  # reserved ranges start here
 MAPPED_OFFSET = 1 << 60  # a registered host address, as kernels see it
 ALIGNMENT = 2 << 20
 POISON_NEW, POISON_FREED = 0xFF, 0xFE  # as bf16, fp16 and fp32: NaN, and a huge or NaN value
@@ -30,17 +32,32 @@ class Kind(Enum):
     DEVICE = "device"
     PINNED = "registered host"
     PAGEABLE = "pageable host"
+    PAGED = "virtual range not on one device"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an address leads: its real address, its place on the checker's line, and what it is."""
+    """Where an address leads.
+
+    Attributes
+    ----------
+    real : int
+        The address at which this process reaches the bytes.
+    lines : tuple of Span
+        Where the bytes are on the checker's line, in order; aliases of the same bytes have the same place.
+    users : frozenset of int, optional
+        The devices whose kernels the mapping admits; None where the kind of memory decides.
+    owner : object, optional
+        What must live as long as the bytes are looked at.
+    """
 
     kind: Kind
     device: int
     real: int
-    line: int
+    lines: tuple[Span, ...]
     read_only: bool = False
+    users: frozenset[int] | None = None
+    owner: object = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +109,11 @@ class DeviceMemory:
         del self._bases[index]
         allocation.data[:] = POISON_FREED
         self.used -= allocation.nbytes
+
+    def spoil(self) -> None:
+        """The contents of every allocation are lost."""
+        for allocation in self._allocations:
+            allocation.data[:] = POISON_FREED
 
     def real(self, ptr: int, nbytes: int) -> int | None:
         """The real address of a range that lies inside one allocation."""
@@ -185,43 +207,18 @@ class HostMemory:
         """PINNED or PAGEABLE; a range that is partly registered, or spans two, is refused."""
         found = self.find(address, nbytes)
         if found is not None:
-            return Place(Kind.PINNED, -1, address, address, found.read_only)
+            return Place(Kind.PINNED, -1, address, (Span(address, nbytes),), found.read_only)
         if self._overlaps(address, nbytes):
             raise DriverError(
                 "CUDA_ERROR_INVALID_VALUE",
                 call,
                 f"{nbytes} bytes at {address:#x} span a registration's edge",
             )
-        return Place(Kind.PAGEABLE, -1, address, address)
+        return Place(Kind.PAGEABLE, -1, address, (Span(address, nbytes),))
 
     def _overlaps(self, address: int, nbytes: int) -> bool:
         index = bisect.bisect_left(self._starts, address + nbytes) - 1
         return index >= 0 and self._ranges[index].start + self._ranges[index].nbytes > address
-
-
-class Memory:
-    """All memories of the machine, and the way from any address to its bytes."""
-
-    def __init__(self, device_count: int, capacity: int) -> None:
-        self.devices = [DeviceMemory(device, capacity) for device in range(device_count)]
-        self.host = HostMemory()
-
-    def locate(self, ptr: int, nbytes: int, call: str) -> Place:
-        """What is at `ptr`; refused where `nbytes` bytes are not all there."""
-        if nbytes < 0:
-            raise DriverError("CUDA_ERROR_INVALID_VALUE", call, f"{nbytes} bytes")
-        if ptr >= MAPPED_OFFSET:
-            address = ptr - MAPPED_OFFSET
-            if self.host.find(address, nbytes) is not None:
-                return self.host.place(address, nbytes, call)
-        elif ptr >= DEVICE_BASE:
-            device = ptr // DEVICE_BASE - 1
-            real = self.devices[device].real(ptr, nbytes) if device < len(self.devices) else None
-            if real is not None:
-                return Place(Kind.DEVICE, device, real, ptr)
-        elif 0 < ptr < HOST_END:
-            return self.host.place(ptr, nbytes, call)
-        raise DriverError("CUDA_ERROR_INVALID_VALUE", call, f"{nbytes} bytes at {ptr:#x} are not known memory")
 
 
 def _is_mapped(address: int, nbytes: int, *, writable: bool) -> bool:

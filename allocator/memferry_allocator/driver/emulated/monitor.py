@@ -12,15 +12,22 @@ class Monitor:
 
     A garbage collection can start in the middle of a call, and what it finalises would find half-changed
     books; `finalise` then puts the action off until the thread has left.
+
+    Parameters
+    ----------
+    guard : callable, optional
+        Raises for who may not enter, before the lock is taken: in a forked child nobody would ever release it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Callable[[], None] = lambda: None) -> None:
+        self._guard = guard
         self._lock = threading.RLock()
         self._owner = 0
         self._depth = 0
         self._late: deque[Callable[[], None]] = deque()
 
     def __enter__(self) -> None:
+        self._guard()
         self._lock.acquire()
         self._owner = threading.get_ident()
         self._depth += 1

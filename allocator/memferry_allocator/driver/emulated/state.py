@@ -7,10 +7,24 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..api import Bracket
+from ..api import Bracket, CaptureMode
 from .memory import Kind, Place
 from .order import Clock
 from .work import Queue, Work
+
+
+@dataclass(eq=False)
+class Capture:
+    """A capture under way: who began it and where, the streams in it, and which call has broken it."""
+
+    mode: CaptureMode
+    thread: int
+    origin: StreamState
+    members: list[StreamState] = field(init=False)
+    broken: str = ""
+
+    def __post_init__(self) -> None:
+        self.members = [self.origin]
 
 
 @dataclass(eq=False)
@@ -25,6 +39,7 @@ class StreamState:
     queue: Queue
     clock: Clock = field(default_factory=dict)
     closed: bool = False
+    capture: Capture | None = None
 
     def __int__(self) -> int:
         return self.actor
@@ -32,10 +47,11 @@ class StreamState:
 
 @dataclass(eq=False)
 class EventState:
-    """An event: the work it was last recorded behind, and what that came after."""
+    """An event: the work it was last recorded behind, and what that came after; or the capture it is in."""
 
     work: Work | None = None
     clock: Clock = field(default_factory=dict)
+    capture: Capture | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +59,6 @@ class Touch:
     """An access to be checked and remembered."""
 
     place: Place
-    nbytes: int
     write: bool
 
     @property
@@ -57,11 +72,12 @@ class Touch:
 
 
 class HostThreads(threading.local):
-    """What each host thread knows; a thread is an actor of its own."""
+    """What each host thread knows, and how deep it is in `beside_captures`; a thread is an actor of its own."""
 
     def __init__(self, actors: itertools.count[int]) -> None:
         self.actor = next(actors)
         self.clock: Clock = {}
+        self.beside = 0
 
 
 class EmulatedBracket(Bracket):

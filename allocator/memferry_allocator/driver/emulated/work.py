@@ -43,6 +43,12 @@ class Scheduler:
     def remove(self, queue: Queue) -> None:
         self._queues.remove(queue)
 
+    def drop(self, queue: Queue) -> None:
+        """Count everything queued as done without running it."""
+        for work in queue.pending:
+            work.done, work.run, work.after = True, None, ()
+        queue.pending.clear()
+
     def append(self, queue: Queue, work: Work) -> None:
         queue.pending.append(work)
         queue.last = work
