@@ -8,7 +8,7 @@ import threading
 from weakref import WeakSet
 
 from ..driver import Driver, Span
-from ..errors import AllocatorError, InvalidRequestError
+from ..errors import AllocatorError, ForkedError, InvalidRequestError
 from .chunk import Chunk, Hold
 from .handle import Registration
 from .ledger import Foreign, Ledger
@@ -37,6 +37,7 @@ class RegistrationMap:
         self.max_chunk = _chunk_size(max_chunk)
         self._lock = FinaliserLock()
         self._ledger = Ledger(driver)
+        self._put_off: list[Hold] = []
         with _maps_lock:
             _maps.add(self)
 
@@ -92,25 +93,34 @@ class RegistrationMap:
         hold = Hold(name, owner)
         if span.nbytes:
             with self._lock, self.driver.beside_captures():
+                self._end_abandoned()
                 self._ledger.take(hold, span, read_only, foreign, largest)
         return Registration(self, span, read_only, hold)
 
     # -- unregistering --------------------------------------------------------------------------------
     def _close(self, hold: Hold) -> None:
         with self._lock, self.driver.beside_captures():
+            self._end_abandoned()
             self._ledger.drop(hold)
 
     def _abandon(self, hold: Hold) -> None:
         """For the finaliser of a handle: a device may still use the pages, and nobody hears of an error."""
 
         def end() -> None:
+            self._put_off.append(hold)
+            self._end_abandoned()
+
+        self._lock.finalise(end)
+
+    def _end_abandoned(self) -> None:
+        """Give up what was put off, now that it may be waited for; during a capture that would break it."""
+        while self._put_off and not self.driver.capture_under_way():
+            hold = self._put_off.pop()
             # Pages that a device may still use stay registered: better lost than given to somebody else.
             with contextlib.suppress(AllocatorError), self.driver.beside_captures():
                 if any(chunk.holders == [hold] and not chunk.gone for chunk in hold.chunks):
                     self.driver.synchronize_all()
                 self._ledger.drop(hold)
-
-        self._lock.finalise(end)
 
     # -- stale ranges ---------------------------------------------------------------------------------
     def why_stale(self, registration: Registration) -> str:
@@ -161,11 +171,13 @@ class RegistrationMap:
 
         The pieces follow one another and are together the range; an empty range has none.
         """
+        self.driver.require_usable()
         with self._lock:
             return self._ledger.table.split(address, nbytes)
 
     def covers(self, address: int, nbytes: int) -> bool:
         """Whether every byte of a host range is registered through this map."""
+        self.driver.require_usable()
         with self._lock:
             return not self._ledger.table.gaps(address, nbytes)
 
@@ -179,7 +191,11 @@ class RegistrationMap:
             return not self._ledger.table.overlapping(address, nbytes)
 
     def snapshot(self) -> list[tuple[Chunk, str]]:
-        """Every chunk, in order of address, and why it is stale; for `describe`."""
+        """Every chunk, in order of address, and why it is stale; none in a forked child."""
+        try:
+            self.driver.require_usable()
+        except ForkedError:
+            return []
         with self._lock:
             return [(chunk, self._ledger.why_stale(chunk)) for chunk in self._ledger.table]
 

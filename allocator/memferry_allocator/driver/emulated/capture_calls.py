@@ -24,6 +24,9 @@ class CaptureCalls(EmulatedCore):
         with self._lock:
             return self._state(stream).capture is not None
 
+    def capture_under_way(self) -> bool:
+        return self._captures.under_way
+
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
         self.require_usable()
