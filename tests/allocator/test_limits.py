@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from memferry_allocator.host.limits import CgroupMemory, cgroup_memory, memlock_limit
+from memferry_allocator import Driver, EmulatedDriver, HostArena, OutOfMemory, SharedArena
+from memferry_allocator.host import libc, limits
+from memferry_allocator.host.limits import CgroupMemory, available_memory, cgroup_memory, memlock_limit
 
 
 def machine(root: Path, groups: str, files: dict[str, str]) -> Path:
@@ -61,3 +65,29 @@ def test_the_lock_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memlock_limit() is None
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64 << 10, resource.RLIM_INFINITY))
     assert memlock_limit() == 64 << 10
+
+
+@pytest.mark.parametrize(
+    ("limit", "available", "expected"),
+    [("max", 9, 9 << 10), ("5000", 9, 5000), ("50000", 9, 9 << 10), ("5000", None, 5000), ("max", None, None)],
+)
+def test_available_memory(tmp_path: Path, limit: str, available: int | None, expected: int | None) -> None:
+    files = {"sys/fs/cgroup/memory.max": limit, "sys/fs/cgroup/memory.current": "4999"}
+    if available is not None:
+        files["proc/meminfo"] = f"MemTotal: 99 kB\nMemAvailable:  {available} kB"
+    assert available_memory(machine(tmp_path, "0::/", files)) == expected
+
+
+@pytest.mark.parametrize("make", [HostArena, SharedArena.create])
+def test_pages_that_are_not_there_are_never_touched(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[Driver, int], object]
+) -> None:
+    """The kernel would give them out until it kills somebody for them."""
+    monkeypatch.setattr(limits, "available_memory", lambda: 1 << 20)
+    for taken in ("map_anonymous", "map_shared"):
+        monkeypatch.setattr(libc, taken, None)
+    monkeypatch.setattr(os, "memfd_create", None)
+    with pytest.raises(OutOfMemory, match=r"1\.00 MiB available; ask for less") as caught:
+        make(EmulatedDriver(), (1 << 20) + 1)
+    error = caught.value
+    assert (error.limit, error.budget) == (1 << 20, "host memory")

@@ -18,6 +18,7 @@ import pytest
 
 from memferry_allocator import (
     CaptureError,
+    CaptureMode,
     Driver,
     DriverError,
     EmulatedDriver,
@@ -38,6 +39,7 @@ from memferry_allocator.host.lock import FinaliserLock
 
 from .driver_cases import PAGE, map_pages, unmap_pages
 from .machine import Machine, address, pages, pattern, refused
+from .test_open_driver import in_a_process
 from .test_registration import Counting
 
 
@@ -522,6 +524,8 @@ def test_entries_of_a_forked_child() -> None:
     for entry in (
         lambda: known.register(address(data), PAGE),
         lambda: known.device_ptr(address(data), 0),
+        lambda: known.covers(address(data), 1),
+        lambda: known.split(address(data), 1),
         held.close,
         arena.close,
         lambda: arena.cut(1),
@@ -535,6 +539,61 @@ def test_entries_of_a_forked_child() -> None:
     driver._forked = False
     held.close()
     assert driver.registered == PAGE
+
+
+FORK = """
+import os, warnings
+import numpy as np
+from memferry_allocator import EmulatedDriver, ForkedError, adopt, describe, registrations
+warnings.simplefilter("ignore", DeprecationWarning)  # Python's, about threads, of which a library has some
+driver, data = EmulatedDriver(), np.ones(100, np.uint8)
+held = adopt(driver, data)
+child = os.fork()
+if child == 0:
+    raised = 0
+    for entry in (lambda: adopt(driver, data), held.close, lambda: registrations(driver).covers(*held.span)):
+        try:
+            entry()
+        except ForkedError:
+            raised += 1
+    own = EmulatedDriver()
+    with adopt(own, data):
+        raised += len(describe()) + own.registered
+    os._exit(raised)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(describe()), driver.registered)
+held.close()
+print(driver.registered)
+"""
+
+
+def test_a_forked_child_uses_a_driver_of_its_own() -> None:
+    assert in_a_process(FORK).split() == ["104", "1", "100", "0"]
+
+
+@pytest.mark.parametrize("mode", CaptureMode)
+def test_a_capture_survives_registering_and_closing(any_machine: Machine, mode: CaptureMode) -> None:
+    driver, data, stream = any_machine.driver, pages(PAGE), any_machine.stream()
+    early = registrations(driver).register(address(data), 100)
+    driver.begin_capture(stream, mode)
+    with registrations(driver).register(address(data), PAGE) as held:
+        assert len(held.chunks) == 2
+        early.close()
+    driver.end_capture(stream)  # raises if it was broken
+
+
+def test_what_is_dropped_during_a_capture_goes_after_it(any_machine: Machine) -> None:
+    """To wait for the device's work would break the capture."""
+    driver, stream, data = any_machine.driver, any_machine.stream(), pages(PAGE)
+    known, arena = registrations(driver), HostArena(driver, PAGE)
+    where = arena.address
+    driver.begin_capture(stream)
+    del arena
+    gc.collect()
+    with known.register(address(data), PAGE):
+        assert known.covers(where, PAGE)
+    driver.end_capture(stream)
+    with known.register(address(data), PAGE):
+        assert not known.covers(where, PAGE)
 
 
 # -- finalisers --------------------------------------------------------------------------------------------

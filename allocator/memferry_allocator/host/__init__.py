@@ -4,7 +4,8 @@ from .adopt import AdoptedRange, adopt
 from .arena import ArenaOptions, HostArena
 from .describe import PinnedMemory, PinnedRange, describe
 from .handle import Registration
-from .registration import Foreign, RegistrationMap, registrations
+from .ledger import Foreign
+from .registration import RegistrationMap, registrations
 from .shared import SharedArena, SharedHandle
 
 __all__ = [

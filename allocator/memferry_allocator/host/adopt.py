@@ -11,8 +11,9 @@ from ..driver import Driver, Span
 from ..errors import ClosedError, InvalidRequestError
 from . import libc
 from .handle import Registration
+from .ledger import Foreign
 from .pages import as_array
-from .registration import Foreign, registrations
+from .registration import registrations
 
 
 class AdoptedRange:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import mmap
 import operator
-import os
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +16,11 @@ from ..errors import ClosedError, InvalidRequestError, OutOfMemory
 from ..sizes import align_up, format_size
 from . import libc, numa
 from .handle import Registration
+from .limits import require_memory
 from .pages import HostPages, as_array
 from .registration import MAX_CHUNK, registrations
 from .suballocator import SubAllocator, Taken, uses_of
 
-HUGE_PAGE = 2 << 20
 SLICE_ALIGNMENT = 256
 
 
@@ -89,7 +87,7 @@ class HostArena:
     Raises
     ------
     OutOfMemory
-        The operating system has no such range.
+        The operating system has no such range, or not the pages to touch.
     RegistrationError
         The pages could not be registered; nothing is left mapped.
     ForkedError
@@ -103,8 +101,10 @@ class HostArena:
         self.driver = driver
         self.options = options or ArenaOptions()
         self.nbytes = align_up(_as_size(nbytes), mmap.PAGESIZE)
-        self.address = _map_aligned(self.nbytes)
-        self._pages = HostPages(self.address, self.nbytes)
+        if self.options.touch:
+            require_memory(self.nbytes, "host arena")
+        self._pages = HostPages.anonymous(self.nbytes)
+        self.address = self._pages.address
         self.registration: Registration | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -126,7 +126,7 @@ class HostArena:
             notes.append(numa.bind(self.address, self.nbytes, options.numa_node))
         self.notes = tuple(note for note in notes if note)
         if options.touch:
-            _touch(self.address, self.nbytes, options.threads)
+            self._pages.touch(options.threads)
         if options.register:
             self.registration = registrations(self.driver).register(
                 self.address, self.nbytes, owner=self._pages, name="HostArena", max_chunk=options.max_chunk
@@ -297,30 +297,3 @@ def _as_size(nbytes: int) -> int:
         return operator.index(nbytes)
     except TypeError:
         raise InvalidRequestError(f"arena: {nbytes!r} is not a number of bytes; give an integer") from None
-
-
-def _map_aligned(nbytes: int) -> int:
-    """Map `nbytes` at a huge-page boundary and nothing beside it."""
-    try:
-        start = libc.map_anonymous(nbytes + HUGE_PAGE)
-    except (OSError, OverflowError) as error:
-        raise OutOfMemory(
-            f"host arena: {format_size(nbytes)} cannot be mapped ({error}); ask for less",
-            size=nbytes,
-            used=0,
-            limit=0,
-            budget="host memory",
-        ) from None
-    aligned = align_up(start, HUGE_PAGE)
-    libc.unmap(start, aligned - start)
-    libc.unmap(aligned + nbytes, start + HUGE_PAGE - aligned)
-    return aligned
-
-
-def _touch(address: int, nbytes: int, threads: int) -> None:
-    """Make every page resident, each thread its own contiguous share."""
-    workers = threads or len(os.sched_getaffinity(0))
-    share = align_up(-(-nbytes // workers), HUGE_PAGE)
-    starts = range(0, nbytes, share)
-    with ThreadPoolExecutor(workers, thread_name_prefix="memferry-touch") as pool:
-        list(pool.map(lambda start: libc.zero(address + start, min(share, nbytes - start)), starts))

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ..driver import Span
-from ..errors import DriverError, RegistrationError
+from ..errors import DriverError, OutOfMemory, RegistrationError
 from ..sizes import format_size
 
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
@@ -46,14 +46,42 @@ def cgroup_memory(root: Path = Path("/")) -> CgroupMemory | None:
     return min(found, default=None)
 
 
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that pages can be made of without swapping; None where that cannot be read.
+
+    Of the control group the limit counts, not what is left of it: files that were read count as used there.
+    """
+    group = cgroup_memory(root)
+    found = [] if group is None else [group.limit]
+    lines = _lines(root / "proc/meminfo")
+    found.extend(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    return min(found, default=None)
+
+
+def require_memory(nbytes: int, what: str) -> None:
+    """Refuse to take pages that are not there: the kernel would kill a process for them, this or another one.
+
+    Raises
+    ------
+    OutOfMemory
+        The machine or the container has less.
+    """
+    available = available_memory()
+    if available is not None and nbytes > available:
+        raise OutOfMemory(
+            f"{what}: asked for {format_size(nbytes)}, this machine or its container has "
+            f"{format_size(available)} available; ask for less, or free host memory",
+            size=nbytes,
+            used=0,
+            limit=available,
+            budget="host memory",
+        )
+
+
 def _cgroup_folders(root: Path) -> Iterator[tuple[Path, bool]]:
     """Folders of the process's memory control group and of those above it, and whether they are version 2."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
     mount = root / "sys/fs/cgroup"
-    for line in lines:
+    for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         second = controllers == ""
         if not second and "memory" not in controllers.split(","):
@@ -65,11 +93,15 @@ def _cgroup_folders(root: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
+    text = "".join(_lines(path))
     return int(text) if text.isdecimal() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
 
 
 def explained(error: DriverError, asked: Span, piece: Span, pinned: int, found: Span | None) -> DriverError:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 
 from ..driver import Span
+from ..errors import OutOfMemory
+from ..sizes import align_up, format_size
 from . import libc
+
+HUGE_PAGE = 2 << 20
 
 
 class HostPages:
@@ -23,6 +28,41 @@ class HostPages:
         self.nbytes = nbytes
         self._finalizer = weakref.finalize(self, _unmap, address, nbytes, os.getpid())
         self._finalizer.atexit = False  # the pages go with the process
+
+    @classmethod
+    def anonymous(cls, nbytes: int) -> HostPages:
+        """Private zero pages at a huge-page boundary, and nothing mapped beside them; none is resident yet.
+
+        Raises
+        ------
+        OutOfMemory
+            There are not so many addresses.
+        """
+        try:
+            start = libc.map_anonymous(nbytes + HUGE_PAGE)
+        except (OSError, OverflowError) as error:
+            raise OutOfMemory(
+                f"host arena: {format_size(nbytes)} cannot be mapped ({error}); ask for less",
+                size=nbytes,
+                used=0,
+                limit=0,
+                budget="host memory",
+            ) from None
+        aligned = align_up(start, HUGE_PAGE)
+        libc.unmap(start, aligned - start)
+        libc.unmap(aligned + nbytes, start + HUGE_PAGE - aligned)
+        return cls(aligned, nbytes)
+
+    def touch(self, threads: int = 0) -> None:
+        """Make every page resident and zero, each thread its own contiguous share; 0 takes all processors."""
+        workers = threads or len(os.sched_getaffinity(0))
+        share = align_up(-(-self.nbytes // workers), HUGE_PAGE)
+
+        def zero(start: int) -> None:
+            libc.zero(self.address + start, min(share, self.nbytes - start))
+
+        with ThreadPoolExecutor(workers, thread_name_prefix="memferry-touch") as pool:
+            list(pool.map(zero, range(0, self.nbytes, share)))
 
     def unmap(self) -> None:
         """Unmap now: nothing may use them any more."""

@@ -5,29 +5,17 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-import time
-from enum import Enum
 from weakref import WeakSet
 
 from ..driver import Driver, Span
-from ..errors import AllocatorError, DriverError, InvalidRequestError, UnsupportedError
-from .chunk import Chunk, ChunkTable, Hold
+from ..errors import AllocatorError, ForkedError, InvalidRequestError
+from .chunk import Chunk, Hold
 from .handle import Registration
-from .limits import explained
+from .ledger import Foreign, Ledger
 from .lock import FinaliserLock
-from .mapping import Witness
 
 MAX_CHUNK = 64 << 30  # one driver call for 512 GiB or more fails on current drivers
 _END = 1 << 64
-_TAKEN = "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
-_UNKNOWN = "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"
-
-
-class Foreign(Enum):
-    """What to do with a range that somebody else in this process has registered."""
-
-    REFUSE = "refuse"
-    BORROW = "borrow"  # use it as long as it is there, and never unregister it
 
 
 class RegistrationMap:
@@ -48,7 +36,8 @@ class RegistrationMap:
         self.driver = driver
         self.max_chunk = _chunk_size(max_chunk)
         self._lock = FinaliserLock()
-        self._table = ChunkTable()
+        self._ledger = Ledger(driver)
+        self._put_off: list[Hold] = []
         with _maps_lock:
             _maps.add(self)
 
@@ -104,122 +93,34 @@ class RegistrationMap:
         hold = Hold(name, owner)
         if span.nbytes:
             with self._lock, self.driver.beside_captures():
-                self._require_writable(span, read_only)
-                self._discard_stale(span)
-                self._fill(hold, span, read_only, foreign, largest)
+                self._end_abandoned()
+                self._ledger.take(hold, span, read_only, foreign, largest)
         return Registration(self, span, read_only, hold)
-
-    def _fill(self, hold: Hold, span: Span, read_only: bool, foreign: Foreign, largest: int) -> None:
-        """Count what is registered already, and register the gaps: all of it or nothing."""
-        for chunk in self._table.overlapping(*span):
-            _hold(hold, chunk)
-        try:
-            for gap in self._table.gaps(*span):
-                for offset in range(0, gap.nbytes, largest):
-                    piece = Span(gap.ptr + offset, min(largest, gap.nbytes - offset))
-                    for chunk in self._obtain(piece, span, read_only, foreign, hold.owner):
-                        self._table.insert(chunk)
-                        _hold(hold, chunk)
-        except BaseException as error:
-            self._roll_back(hold, error)
-            raise
-        hold.chunks.sort(key=lambda chunk: chunk.start)
-
-    def _obtain(
-        self, piece: Span, asked: Span, read_only: bool, foreign: Foreign, owner: object | None
-    ) -> list[Chunk]:
-        if read_only:
-            self._require_read_only()
-        try:
-            self.driver.host_register(piece.ptr, piece.nbytes, read_only=read_only)
-        except DriverError as error:
-            found = self._foreign(piece) if error.code == _TAKEN else []
-            if foreign is Foreign.BORROW and _are_all(found, piece):
-                return [_chunk(_within(span, piece), read_only, True, owner) for span in found]
-            raise explained(error, asked, piece, self.nbytes, found[0] if found else None) from error
-        return [_chunk(piece, read_only, False, owner)]
-
-    def _foreign(self, piece: Span) -> list[Span]:
-        """Registrations that the driver knows from the start of `piece` on, without a gap, or at its end."""
-        found = []
-        position, end = piece.ptr, piece.ptr + piece.nbytes
-        while position < end and (span := self.driver.host_registration(position)) is not None:
-            found.append(span)
-            position = span.ptr + span.nbytes
-        if not found and (last := self.driver.host_registration(end - 1)) is not None:
-            found.append(last)
-        return found
-
-    def _require_writable(self, span: Span, read_only: bool) -> None:
-        for chunk in () if read_only else self._table.overlapping(*span):
-            if chunk.read_only and not self._why_stale(chunk):
-                raise InvalidRequestError(
-                    f"registration: {span.nbytes} bytes at {span.ptr:#x} are to be written by devices, but "
-                    f"{chunk.nbytes} bytes at {chunk.start:#x} of them are registered read-only by "
-                    f"{_names(chunk)}; close that first, or ask for read_only=True"
-                )
-
-    def _require_read_only(self) -> None:
-        for device in range(self.driver.device_count):
-            info = self.driver.device_info(device)
-            if not info.capabilities.get("READ_ONLY_HOST_REGISTER_SUPPORTED"):
-                raise UnsupportedError(
-                    f"registration: device {device} ({info.name}) cannot map host memory read-only; register a "
-                    "writable mapping or a copy of it"
-                )
 
     # -- unregistering --------------------------------------------------------------------------------
     def _close(self, hold: Hold) -> None:
         with self._lock, self.driver.beside_captures():
-            self._drop(hold)
+            self._end_abandoned()
+            self._ledger.drop(hold)
 
     def _abandon(self, hold: Hold) -> None:
         """For the finaliser of a handle: a device may still use the pages, and nobody hears of an error."""
 
         def end() -> None:
+            self._put_off.append(hold)
+            self._end_abandoned()
+
+        self._lock.finalise(end)
+
+    def _end_abandoned(self) -> None:
+        """Give up what was put off, now that it may be waited for; during a capture that would break it."""
+        while self._put_off and not self.driver.capture_under_way():
+            hold = self._put_off.pop()
             # Pages that a device may still use stay registered: better lost than given to somebody else.
             with contextlib.suppress(AllocatorError), self.driver.beside_captures():
                 if any(chunk.holders == [hold] and not chunk.gone for chunk in hold.chunks):
                     self.driver.synchronize_all()
-                self._drop(hold)
-
-        self._lock.finalise(end)
-
-    def _drop(self, hold: Hold) -> None:
-        while hold.chunks:
-            chunk = hold.chunks[-1]
-            if chunk.holders == [hold] and not chunk.gone:
-                self._discard(chunk)
-            chunk.holders.remove(hold)
-            hold.chunks.pop()
-        hold.owner = None
-
-    def _discard(self, chunk: Chunk) -> None:
-        """Unregister a chunk, whoever holds it."""
-        try:
-            if not chunk.borrowed:
-                self.driver.host_unregister(chunk.start)
-        except DriverError as error:
-            if error.code == _UNKNOWN:  # somebody else has unregistered it: there is nothing left to undo
-                self._forget(chunk)
-            raise
-        self._forget(chunk)
-
-    def _forget(self, chunk: Chunk) -> None:
-        self._table.remove(chunk)
-        chunk.gone, chunk.owner = True, None
-
-    def _roll_back(self, hold: Hold, error: BaseException) -> None:
-        """Undo what was done for `hold`; a chunk that cannot be undone stays known, and is used again."""
-        while hold.chunks:
-            chunk = hold.chunks.pop()
-            chunk.holders.remove(hold)
-            try:
-                if not chunk.holders:
-                    self._discard(chunk)
-            except AllocatorError as second:
-                error.args = (f"{error}; and undoing it failed: {second}", *error.args[1:])
-        hold.owner = None
+                self._ledger.drop(hold)
 
     # -- stale ranges ---------------------------------------------------------------------------------
     def why_stale(self, registration: Registration) -> str:
@@ -230,30 +131,8 @@ class RegistrationMap:
         kind are found as long as the new ones were not touched.
         """
         with self._lock:
-            found = (self._why_stale(chunk) for chunk in registration._hold.chunks)
+            found = (self._ledger.why_stale(chunk) for chunk in registration._hold.chunks)
             return next((why for why in found if why), "")
-
-    def _why_stale(self, chunk: Chunk) -> str:
-        if chunk.gone:
-            return "it was unregistered, since its pages or its owner had gone"
-        if chunk.borrowed:
-            try:
-                found = self.driver.host_registration(chunk.start)
-            except AllocatorError as error:
-                return f"the driver cannot be asked any more: {error}"
-            if found is None or not _are_all([found], chunk.span):
-                return "who had registered it has unregistered it"
-        return chunk.witness.contradiction()
-
-    def _discard_stale(self, span: Span) -> None:
-        """Give up what is registered in a range whose pages are others by now; their holders are told so."""
-        for chunk in self._table.overlapping(*span):
-            if self._why_stale(chunk):
-                try:
-                    self._discard(chunk)
-                except DriverError as error:
-                    if error.code != _UNKNOWN:
-                        raise
 
     # -- looking --------------------------------------------------------------------------------------
     def device_ptr(self, address: int, device: int, nbytes: int = 1) -> int:
@@ -292,13 +171,15 @@ class RegistrationMap:
 
         The pieces follow one another and are together the range; an empty range has none.
         """
+        self.driver.require_usable()
         with self._lock:
-            return self._table.split(address, nbytes)
+            return self._ledger.table.split(address, nbytes)
 
     def covers(self, address: int, nbytes: int) -> bool:
         """Whether every byte of a host range is registered through this map."""
+        self.driver.require_usable()
         with self._lock:
-            return not self._table.gaps(address, nbytes)
+            return not self._ledger.table.gaps(address, nbytes)
 
     def is_registered(self, address: int, nbytes: int = 1) -> bool:
         """`covers`, for one byte unless more are asked for."""
@@ -307,43 +188,22 @@ class RegistrationMap:
     def is_clear(self, address: int, nbytes: int) -> bool:
         """Whether no byte of a host range is registered through this map."""
         with self._lock:
-            return not self._table.overlapping(address, nbytes)
+            return not self._ledger.table.overlapping(address, nbytes)
 
     def snapshot(self) -> list[tuple[Chunk, str]]:
-        """Every chunk, in order of address, and why it is stale; for `describe`."""
+        """Every chunk, in order of address, and why it is stale; none in a forked child."""
+        try:
+            self.driver.require_usable()
+        except ForkedError:
+            return []
         with self._lock:
-            return [(chunk, self._why_stale(chunk)) for chunk in self._table]
+            return [(chunk, self._ledger.why_stale(chunk)) for chunk in self._ledger.table]
 
     @property
     def nbytes(self) -> int:
         """Bytes registered through this map now; borrowed ones are their owner's."""
         with self._lock:
-            return sum(chunk.nbytes for chunk in self._table if not chunk.borrowed)
-
-
-def _hold(hold: Hold, chunk: Chunk) -> None:
-    chunk.holders.append(hold)
-    hold.chunks.append(chunk)
-
-
-def _chunk(span: Span, read_only: bool, borrowed: bool, owner: object | None) -> Chunk:
-    return Chunk(*span, read_only, borrowed, time.time(), Witness.of(*span), owner)
-
-
-def _within(span: Span, piece: Span) -> Span:
-    start = max(span.ptr, piece.ptr)
-    return Span(start, min(span.ptr + span.nbytes, piece.ptr + piece.nbytes) - start)
-
-
-def _are_all(found: list[Span], piece: Span) -> bool:
-    """Whether ranges that follow one another hold all of `piece`."""
-    return bool(
-        found and found[0].ptr <= piece.ptr and found[-1].ptr + found[-1].nbytes >= piece.ptr + piece.nbytes
-    )
-
-
-def _names(chunk: Chunk) -> str:
-    return ", ".join(sorted({holder.name or "somebody unnamed" for holder in chunk.holders})) or "nobody any more"
+            return self._ledger.nbytes
 
 
 def _as_range(address: int, nbytes: int) -> Span:

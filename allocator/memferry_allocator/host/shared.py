@@ -18,6 +18,7 @@ from ..driver import Driver, Span
 from ..errors import ClosedError, InvalidRequestError, OutOfMemory
 from ..sizes import align_up, format_size
 from . import libc
+from .limits import require_memory
 from .pages import HostPages, as_array
 from .registration import registrations
 
@@ -76,6 +77,7 @@ class SharedArena:
         if nbytes <= 0:
             raise InvalidRequestError(f"shared arena: {nbytes} is not more than zero bytes")
         nbytes = align_up(nbytes, mmap.PAGESIZE)
+        require_memory(nbytes, "shared arena")
         fd = os.memfd_create("memferry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(fd, 0o600)
