@@ -6,6 +6,7 @@ import array
 import ctypes
 import gc
 import mmap
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ MAKERS: dict[str, Callable[[Path], Any]] = {
     "numpy, structured": lambda _: np.zeros(625, [("a", "<f4"), ("b", ">i4")]),
     "anonymous mmap": lambda _: mmap.mmap(-1, N),
     "private mmap": lambda _: mmap.mmap(-1, N, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
-    "file": lambda folder: mapped_file(folder, mmap.ACCESS_WRITE),
+    "shared file in memory": lambda _: mapped_file(Path("/dev/shm"), mmap.ACCESS_WRITE),
     "file, copied on write": lambda folder: mapped_file(folder, mmap.ACCESS_COPY),
     "memoryview": lambda _: memoryview(bytearray(2 * N))[100 : 100 + N],
     "ctypes": lambda _: (ctypes.c_double * (N // 8))(),
@@ -48,9 +49,9 @@ MAKERS: dict[str, Callable[[Path], Any]] = {
 
 
 def mapped_file(folder: Path, access: int) -> mmap.mmap:
-    path = folder / "file"
-    path.write_bytes(bytes(N))
-    with path.open("r+b") as file:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(N))
+        file.flush()
         return mmap.mmap(file.fileno(), N, access=access)
 
 

@@ -17,7 +17,8 @@ _ADVICE = {
     "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": "either another library has registered it: ask for "
     "foreign=Foreign.BORROW, or register before it does; or its former owner unmapped the pages without "
     "unregistering them: unregister them there before they are unmapped, or keep the owner with owner=",
-    "CUDA_ERROR_INVALID_VALUE": "every byte of it must be mapped, and writable unless read_only=True",
+    "CUDA_ERROR_INVALID_VALUE": "every byte of it must be mapped, and writable unless read_only=True; Linux pins "
+    "no shared writable mapping of a file on disk: map it private (ACCESS_COPY), or keep the file in /dev/shm",
     "CUDA_ERROR_OPERATING_SYSTEM": "raise the lock limit (ulimit -l) or the container's memory limit, or pin less",
     "CUDA_ERROR_OUT_OF_MEMORY": "raise the container's memory limit, free host memory, or pin less",
 }
