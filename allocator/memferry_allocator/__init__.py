@@ -33,7 +33,18 @@ from .errors import (
     UnsupportedError,
 )
 from .host import ArenaOptions, HostArena, RegistrationMap, registrations
-from .shadow import Copier, DirectCopier, Direction, Mode, Partition, Place, ShadowBuffer, ShadowSpace, View
+from .shadow import (
+    Copier,
+    DirectCopier,
+    Direction,
+    HybridBuffer,
+    Mode,
+    Partition,
+    Place,
+    ShadowBuffer,
+    ShadowSpace,
+    View,
+)
 from .sizes import format_size, parse_size
 
 __all__ = [
@@ -56,6 +67,7 @@ __all__ = [
     "Event",
     "ForkedError",
     "HostArena",
+    "HybridBuffer",
     "InvalidRequestError",
     "MemFerryError",
     "Mode",
