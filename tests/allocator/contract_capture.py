@@ -123,6 +123,8 @@ class CaptureContract:
         driver, stream = machine.driver, machine.stream()
         driver.begin_capture(stream, CaptureMode.RELAXED)
         event = stream.record()
+        assert event.recorded[0] is None
+        assert event.sequence > 0
         with pytest.raises(DriverError):
             event.query()
         _end_anyhow(driver, stream)

@@ -19,6 +19,7 @@ from typing import Any
 from memferry_allocator import (
     DevicePool,
     Driver,
+    EmulatedDriver,
     EmulatedOptions,
     ForkedError,
     HostArena,
@@ -278,6 +279,28 @@ def capture(driver: Driver) -> Any:
     other.close()
     machine.close()
     return refused
+
+
+@script
+def lose_the_device(driver: Driver) -> Any:
+    """Its handles are dead from then on, and closing and collecting them is quiet."""
+    made = everything(driver)
+    driver.synchronize_all()
+    if isinstance(driver, EmulatedDriver):
+        driver.lose(0)
+    else:
+        from cuda.bindings import driver as cu
+
+        cu.cuDevicePrimaryCtxReset(0)
+    calls = entries(driver, made)
+    names = ("malloc", "memory_info", "synchronize", "synchronize_all", "free", "host_register", "create_stream")
+    names += ("copy", "fill", "event_record", "event_query", "stream_synchronize", "begin_capture", "stream_wait")
+    wrong = _other_than("DeviceLostError", {name: calls[name] for name in names})
+    made["stream"].close()
+    made.clear()
+    gc.collect()
+    driver.close()
+    return wrong
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ EXPECTED: dict[str, Any] = {
     "leave_a_cycle_open": "left",
     "close_the_driver_first": {},
     "free_twice": ["DriverError", "InvalidRequestError"],
+    "lose_the_device": {},
     "exit_beside_a_thread": "left",
     "capture": "CaptureError",
 }
