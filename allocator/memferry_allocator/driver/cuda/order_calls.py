@@ -99,7 +99,12 @@ class OrderCalls(CudaCore):
             code = self._library.cuEventRecord(other, handle)
             if code != SUCCESS:
                 raise self._error(stream.device, code, "event_record")
-            if self.is_capturing(stream):
+            status = self._answers.status
+            if (
+                handle not in _LEGACY
+                and self._library.cuStreamIsCapturing(handle, status) == SUCCESS
+                and status[0]
+            ):
                 event.captured()
             else:
                 event.recorded_on(stream)
