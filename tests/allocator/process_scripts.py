@@ -29,6 +29,7 @@ from memferry_allocator import (
     PageLocation,
     open_device,
     open_driver,
+    registrations,
 )
 
 from .driver_cases import in_a_child
@@ -64,6 +65,7 @@ def everything(driver: Driver) -> dict[str, Any]:
         "ptr": driver.malloc(0, N),
         "data": pages(N),
     }
+    made["block"] = made["pool"].allocate(256, stream=stream)
     driver.host_register(address(made["data"]), N)
     driver.fill(made["ptr"], 1, N, stream=stream)
     driver.fill(made["hybrid"].ptr, 1, 4 * N, stream=stream)
@@ -119,6 +121,21 @@ def entries(driver: Driver, made: dict[str, Any]) -> dict[str, Callable[[], obje
     }
 
 
+def users(driver: Driver, made: dict[str, Any]) -> dict[str, Callable[[], object]]:
+    """What stands on a driver, by its own entries."""
+    stream, pool, start = made["stream"], made["pool"], address(made["data"])
+    return {
+        "pool": lambda: DevicePool(driver, 0, N),
+        "pool.allocate": lambda: pool.allocate(256, stream=stream),
+        "pool.deallocate": lambda: pool.deallocate(made["block"], 256, stream=stream),
+        "arena": lambda: HostArena(driver, N),
+        "registrations.register": lambda: registrations(driver).register(start, N),
+        "hybrid": lambda: HybridBuffer(driver, 0, N, resident=1),
+        "hybrid.record_use": lambda: made["hybrid"].record_use(stream),
+        "hybrid.repartition": lambda: made["hybrid"].repartition(1, stream=stream),
+    }
+
+
 def _other_than(expected: str, calls: dict[str, Callable[[], object]]) -> dict[str, str]:
     """The entries that do not answer as they should."""
     answers = {name: said(call) for name, call in calls.items()}
@@ -131,8 +148,10 @@ def fork(driver: Driver) -> Any:
     made = everything(driver)
 
     def child() -> Any:
-        wrong = _other_than("ForkedError", entries(driver, made))
-        made["stream"].close()
+        wrong = _other_than("ForkedError", entries(driver, made) | users(driver, made))
+        for name in ("stream", "pool", "arena", "hybrid"):
+            if (answer := said(made[name].close)) not in ("nothing", "ForkedError"):
+                wrong[name] = answer
         driver.close()
         driver.finalise(lambda: wrong.update(finalised="in the child"))
         made.clear()
@@ -142,6 +161,7 @@ def fork(driver: Driver) -> Any:
     wrong = in_a_child(child)
     made["stream"].synchronize()
     driver.free(0, made["ptr"])
+    made["pool"].deallocate(made["block"], 256, stream=made["stream"])
     for name in ("pool", "arena", "hybrid"):
         made[name].close()
     driver.host_unregister(address(made["data"]))
@@ -266,19 +286,34 @@ def capture(driver: Driver) -> Any:
     stream, other = driver.create_stream(0), driver.create_stream(0)
     machine = Machine(driver)
     ptr = machine.device(N)
+    pool, hybrid, data = DevicePool(driver, 0, 4 * N), HybridBuffer(driver, 0, 4 * N, resident=0.5), pages(N)
+    block = pool.allocate(256, stream=other)
     driver.begin_capture(stream)
     driver.fill(ptr, 1, N, stream=stream)
-    hybrid = HybridBuffer(driver, 0, 4 * N, resident=0.5)
+    refused = {
+        "allocate": said(lambda: pool.allocate(256, stream=stream)),
+        "deallocate": said(lambda: pool.deallocate(block, 256, stream=stream)),
+        "repartition": said(lambda: hybrid.repartition(1, stream=stream)),
+    }
+    pool.deallocate(pool.allocate(512, stream=other), 512, stream=other)
+    pool.deallocate(block, 256, stream=other)
     hybrid.repartition(0, stream=other)
-    refused = said(lambda: hybrid.repartition(1, stream=stream))
     hybrid.close()
-    with driver.beside_captures():
-        driver.free(0, driver.malloc(0, N))
+    beside = {
+        "register": said(lambda: registrations(driver).register(address(data), N).close()),
+        "arena": said(lambda: HostArena(driver, N).close()),
+        "pool": said(lambda: DevicePool(driver, 0, N).close()),
+    }
+    cycle = [DevicePool(driver, 0, N), HostArena(driver, N), HybridBuffer(driver, 0, N, resident=1)]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    del cycle
+    gc.collect()  # what is found is released once the capture is over
     driver.end_capture(stream)
+    pool.close()
     stream.close()
     other.close()
     machine.close()
-    return refused
+    return refused, beside
 
 
 @script

@@ -23,7 +23,10 @@ EXPECTED: dict[str, Any] = {
     "free_twice": ["DriverError", "InvalidRequestError"],
     "lose_the_device": {},
     "exit_beside_a_thread": "left",
-    "capture": "CaptureError",
+    "capture": [
+        {"allocate": "CaptureError", "deallocate": "CaptureError", "repartition": "CaptureError"},
+        {"register": "nothing", "arena": "nothing", "pool": "nothing"},
+    ],
 }
 
 

@@ -10,6 +10,7 @@ import itertools
 import os
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -198,6 +199,7 @@ class Driver(ABC):
     _forked = False
 
     def __init__(self) -> None:
+        self._put_off: deque[Callable[[], None]] = deque()
         _opened.add(self)
 
     # -- devices ------------------------------------------------------------------------------------
@@ -522,14 +524,29 @@ class Driver(ABC):
 
     # -- end ----------------------------------------------------------------------------------------
     def finalise(self, action: Callable[[], None]) -> None:
-        """Run a finaliser's `action`, which may call this driver.
+        """Run a finaliser's `action`, which may call this driver, wait for its devices, and never raises.
 
-        A garbage collection can happen anywhere, also in the middle of a driver call of the same thread; a
-        driver that cannot be re-entered there puts the action off until that call is over.  In a child of the
-        process that opened the driver nothing runs: what is to be released belongs to the parent.
+        A garbage collection can happen anywhere: a driver that cannot be re-entered in the middle of a call of
+        the same thread puts the action off until that call is over, and so does every driver while a capture
+        begun here is under way, which waiting for a device would break.  In a child of the process that opened
+        the driver nothing runs: what is to be released belongs to the parent.
         """
-        if not self._forked:
-            action()
+        if self._forked:
+            return
+        self._put_off.append(action)
+        self._finish_late()
+
+    def _finish_late(self) -> None:
+        """Run what finalisers have left, unless it must wait still."""
+        while self._put_off and not self.capture_under_way():
+            try:
+                action = self._put_off.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            self._run_finaliser(action)
+
+    def _run_finaliser(self, action: Callable[[], None]) -> None:
+        action()
 
     @abstractmethod
     def close(self) -> None:

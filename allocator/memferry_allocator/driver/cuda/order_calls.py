@@ -36,6 +36,9 @@ class OrderCalls(CudaCore):
             if not stream.owned or stream.handle is CLOSED or self._closed:
                 return
             handle = self._stream(stream)
+            if handle in self._captured and stream.device not in self._lost:
+                code = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
+                raise DriverError(code, "destroy_stream", "end the capture first")
             object.__setattr__(stream, "handle", CLOSED)
         if stream.device in self._lost:
             return
