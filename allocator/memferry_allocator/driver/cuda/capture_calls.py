@@ -6,7 +6,8 @@ from typing import Any
 
 from cuda.bindings import driver as cu
 
-from ..api import CaptureMode, Stream
+from ..handles import Stream
+from ..types import CaptureMode
 from .core import CudaCore
 from .errors import SUCCESS, error_of
 from .library import Answers

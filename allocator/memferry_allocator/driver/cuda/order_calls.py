@@ -7,7 +7,7 @@ import weakref
 from cuda.bindings import driver as cu
 
 from ...errors import DriverError
-from ..api import Event, Stream
+from ..handles import Event, Stream
 from .core import CLOSED, CudaCore
 from .errors import NOT_READY, SUCCESS
 

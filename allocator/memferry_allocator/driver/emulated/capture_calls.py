@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..api import CaptureMode, Stream
+from ..handles import Stream
+from ..types import CaptureMode
 from .core import EmulatedCore
 
 

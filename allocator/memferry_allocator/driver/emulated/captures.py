@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from ...errors import DriverError
-from ..api import CaptureMode
+from ..types import CaptureMode
 from .state import Capture, HostThreads, StreamState
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from ...errors import DeviceLostError, DriverError
-from ..api import DeviceInfo, Driver, Event, MemoryInfo, Stream, require_stream
+from ..api import Driver
+from ..handles import Event, Stream, require_stream
+from ..types import DeviceInfo, MemoryInfo
 from .addressing import Memory
 from .captures import Captures
 from .engine import Engine
