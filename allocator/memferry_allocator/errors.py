@@ -88,7 +88,9 @@ class ForkedError(DriverError):
     """A driver, or what was made with it, is used in a child of the process that opened it."""
 
     def __init__(self, message: str, call: str = "after fork") -> None:
-        super().__init__("CUDA_ERROR_NOT_INITIALIZED", call, message)
+        self.code = "CUDA_ERROR_NOT_INITIALIZED"
+        self.call = call
+        AllocatorError.__init__(self, f"{call}: {self.code}; {message}")
 
 
 class DeviceLostError(DriverError):

@@ -123,6 +123,8 @@ class CaptureContract:
         driver, stream = machine.driver, machine.stream()
         driver.begin_capture(stream, CaptureMode.RELAXED)
         event = stream.record()
+        assert event.recorded[0] is None
+        assert event.sequence > 0
         with pytest.raises(DriverError):
             event.query()
         _end_anyhow(driver, stream)
@@ -150,6 +152,22 @@ class CaptureContract:
         driver.fill(ptr, 3, 128, stream=stream)
         stream.synchronize()
         assert list(machine.read(ptr + 127, 2)) == [3, 1]
+
+    def test_finalisers_wait_for_the_end(self, machine: Machine) -> None:
+        driver, stream, ran = machine.driver, machine.stream(), []
+        driver.begin_capture(stream)
+        driver.finalise(lambda: ran.append(driver.synchronize(0)))
+        assert ran == []
+        driver.end_capture(stream)
+        assert ran == [None]
+
+    def test_a_captured_stream_is_not_closed(self, machine: Machine) -> None:
+        driver, stream = machine.driver, machine.stream()
+        driver.begin_capture(stream)
+        with refused("STREAM_CAPTURE_UNSUPPORTED"):
+            stream.close()
+        _end_anyhow(driver, stream)
+        stream.close()
 
     def test_captures_begin_and_end_once(self, machine: Machine) -> None:
         driver, stream = machine.driver, machine.stream()

@@ -16,6 +16,7 @@ import mmap
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -246,6 +247,8 @@ def in_a_child(action: Callable[[], Answer]) -> Answer:
         signal.alarm(60)
         try:
             os.write(writer, json.dumps(action()).encode())
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(0)
     os.close(writer)

@@ -5,20 +5,10 @@ from __future__ import annotations
 import re
 
 from ..errors import DriverError, DriverNotFoundError, InvalidRequestError
-from .api import (
-    Bracket,
-    CaptureMode,
-    DeviceInfo,
-    Driver,
-    Event,
-    MemoryInfo,
-    PageKind,
-    PageLocation,
-    Span,
-    Stream,
-    require_stream,
-)
+from .api import Driver
 from .emulated import EmulatedDriver, EmulatedOptions, LinkModel
+from .handles import Bracket, Event, Stream, require_stream
+from .types import CaptureMode, DeviceInfo, MemoryInfo, PageKind, PageLocation, Span
 
 __all__ = [
     "Bracket",

@@ -10,7 +10,7 @@ import bisect
 from dataclasses import dataclass, field
 
 from ..errors import DriverError
-from .api import PageLocation
+from .types import PageLocation
 
 
 @dataclass(eq=False)

@@ -6,191 +6,18 @@ All calls are thread-safe.  Nothing here assumes which device is current, and no
 
 from __future__ import annotations
 
-import itertools
 import os
-import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, ClassVar, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, ClassVar
+from weakref import WeakSet
 
-from ..errors import DeviceLostError, ForkedError, InvalidRequestError, UnsupportedError
+from ..errors import DeviceLostError, ForkedError, UnsupportedError
+from .handles import NO_BRACKET, Bracket, Event, Stream
+from .types import CaptureMode, DeviceInfo, MemoryInfo, PageLocation, Span
 
-
-class Span(NamedTuple):
-    """``nbytes`` bytes from address ``ptr``, a host address or a device pointer."""
-
-    ptr: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class DeviceInfo:
-    """What a device is; nothing in it changes while the process lives."""
-
-    ordinal: int
-    name: str
-    uuid: str
-    capacity: int
-    pci_address: str | None
-    numa_node: int | None
-    compute_capability: tuple[int, int] | None
-    capabilities: dict[str, int] = field(default_factory=dict)
-
-
-class MemoryInfo(NamedTuple):
-    """Bytes free and in total on a device."""
-
-    free: int
-    total: int
-
-
-class PageKind(Enum):
-    """Where physical pages of a virtual range lie."""
-
-    DEVICE = "device"
-    HOST = "host"  # on a NUMA node of the host, reached by the device over its link
-
-
-@dataclass(frozen=True)
-class PageLocation:
-    """A place for physical pages: a device by its ordinal, or a NUMA node of the host."""
-
-    kind: PageKind
-    ordinal: int = 0
-
-
-class CaptureMode(Enum):
-    """Which calls a capture forbids meanwhile, as in CUDA: to everybody, to the capturing thread, to nobody."""
-
-    GLOBAL = "global"
-    THREAD_LOCAL = "thread-local"
-    RELAXED = "relaxed"
-
-
-@dataclass(frozen=True, eq=False)
-class Stream:
-    """Work that runs in order on one device; ``int(stream.handle)`` is the driver's own name for it.
-
-    A stream made by `Driver.create_stream` belongs to its creator, who closes it; one taken over with
-    `Driver.stream_from_handle` (a framework's own stream) is borrowed and closing it does nothing.
-    """
-
-    driver: Driver
-    device: int
-    handle: Any
-    owned: bool
-    recording: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
-    _aware: WeakKeyDictionary[Stream, int] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
-
-    def wait(self, event: Event) -> None:
-        """Order everything enqueued here from now on after what `event` has recorded.
-
-        What is ordered already costs nothing: an event of this very stream, or one of a stream for whose
-        later event this one has waited before.
-        """
-        origin, number = event.recorded
-        if origin is self or (origin is not None and self._aware.get(origin, 0) >= number):
-            return
-        self.driver.stream_wait(self, event)
-        if origin is not None:
-            self._aware[origin] = number
-
-    def record(self, event: Event | None = None) -> Event:
-        """Record what has been enqueued so far, in `event` or a new one, and return it."""
-        if event is None:
-            event = self.driver.create_event(self.device)
-        self.driver.event_record(event, self)
-        return event
-
-    def synchronize(self) -> None:
-        """Block the calling thread until everything enqueued so far is done."""
-        self.driver.stream_synchronize(self)
-
-    def query(self) -> bool:
-        """Whether everything enqueued so far is done; does not block."""
-        return self.driver.stream_query(self)
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        """The protocol by which CUDA libraries for Python take each other's streams: its version and the handle.
-
-        Raises
-        ------
-        UnsupportedError
-            The stream is none of CUDA's.
-        """
-        if self.driver.name != "cuda":
-            raise UnsupportedError(f"__cuda_stream__: a stream of the {self.driver.name} driver is none of CUDA's")
-        return 0, int(self.handle)
-
-    def close(self) -> None:
-        """Destroy an owned stream once its work is done; a second call does nothing."""
-        if self.owned:
-            self.driver.destroy_stream(self)
-
-
-@dataclass(eq=False)
-class Event:
-    """A point in a stream's order.  Its driver handle goes back to the driver when this object dies.
-
-    `recorded` is the stream on which it was recorded last, and the number of that recording, which grows with
-    every one in this process: of two events of one stream, the one with the larger number covers the other.
-    """
-
-    driver: Driver
-    device: int
-    handle: Any
-    timing: bool
-    recorded: tuple[Stream | None, int] = (None, 0)
-
-    @property
-    def sequence(self) -> int:
-        """The number of its last recording."""
-        return self.recorded[1]
-
-    def recorded_on(self, stream: Stream) -> None:
-        """Note a recording; for drivers, which let no other recording on that stream come between."""
-        self.recorded = (stream, next(_sequence))
-
-    def captured(self) -> None:
-        """Note a recording into a graph: it is a point in no stream's order, so waiting for it proves nothing."""
-        self.recorded = (None, next(_sequence))
-
-    def query(self) -> bool:
-        """Whether the recorded work is done; an event never recorded is done."""
-        return self.driver.event_query(self)
-
-    def synchronize(self) -> None:
-        """Block the calling thread until the recorded work is done."""
-        self.driver.event_synchronize(self)
-
-    def elapsed_since(self, earlier: Event) -> float:
-        """Seconds on the device between two events made with ``timing=True``, both done."""
-        return self.driver.event_elapsed(earlier, self)
-
-
-class Bracket:
-    """The extent of accesses that happen outside the driver's sight; a context manager.
-
-    On a real device it does nothing: the hardware keeps the order.  On the emulated device it runs what
-    must have run before, and checks that nothing unordered touches the same bytes until it ends.
-    """
-
-    def __enter__(self) -> Bracket:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Close the bracket, from any thread that was handed the bytes; a second call does nothing."""
-
-
-NO_BRACKET = Bracket()
-_sequence = itertools.count(1)
 _opened: WeakSet[Driver] = WeakSet()
 
 
@@ -210,6 +37,7 @@ class Driver(ABC):
     _forked = False
 
     def __init__(self) -> None:
+        self._put_off: deque[Callable[[], None]] = deque()
         _opened.add(self)
 
     # -- devices ------------------------------------------------------------------------------------
@@ -534,14 +362,29 @@ class Driver(ABC):
 
     # -- end ----------------------------------------------------------------------------------------
     def finalise(self, action: Callable[[], None]) -> None:
-        """Run a finaliser's `action`, which may call this driver.
+        """Run a finaliser's `action`, which may call this driver, wait for its devices, and never raises.
 
-        A garbage collection can happen anywhere, also in the middle of a driver call of the same thread; a
-        driver that cannot be re-entered there puts the action off until that call is over.  In a child of the
-        process that opened the driver nothing runs: what is to be released belongs to the parent.
+        A garbage collection can happen anywhere: a driver that cannot be re-entered in the middle of a call of
+        the same thread puts the action off until that call is over, and so does every driver while a capture
+        begun here is under way, which waiting for a device would break.  In a child of the process that opened
+        the driver nothing runs: what is to be released belongs to the parent.
         """
-        if not self._forked:
-            action()
+        if self._forked:
+            return
+        self._put_off.append(action)
+        self._finish_late()
+
+    def _finish_late(self) -> None:
+        """Run what finalisers have left, unless it must wait still."""
+        while self._put_off and not self.capture_under_way():
+            try:
+                action = self._put_off.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            self._run_finaliser(action)
+
+    def _run_finaliser(self, action: Callable[[], None]) -> None:
+        action()
 
     @abstractmethod
     def close(self) -> None:
@@ -556,15 +399,3 @@ def forked(name: str) -> ForkedError:
         f"the {name} driver was opened before fork(); start workers with the 'spawn' method, or open a driver "
         "after the fork only"
     )
-
-
-def require_stream(stream: object, device: int | None = None) -> Stream:
-    """`stream` if it is one (and on `device`), else a typed error.  None never means the default stream."""
-    if not isinstance(stream, Stream):
-        raise InvalidRequestError(
-            f"stream: expected a memferry_allocator Stream, got {stream!r}; make one with "
-            "driver.create_stream(device), or wrap a framework's with driver.stream_from_handle"
-        )
-    if device is not None and stream.device != device:
-        raise InvalidRequestError(f"stream: it is on device {stream.device}, this memory is on device {device}")
-    return stream

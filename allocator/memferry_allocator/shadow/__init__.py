@@ -3,6 +3,7 @@
 from .buffer import ShadowBuffer
 from .copier import Completion, Copier, DirectCopier, Direction
 from .eviction import EvictionPolicy, LeastRecentlyUsed, PlannedOrder
+from .hybrid import HybridBuffer
 from .partition import Partition
 from .space import ShadowSpace
 from .typed import ElementType, TypedView, element_type
@@ -15,6 +16,7 @@ __all__ = [
     "Direction",
     "ElementType",
     "EvictionPolicy",
+    "HybridBuffer",
     "LeastRecentlyUsed",
     "Mode",
     "Partition",

@@ -52,7 +52,7 @@ class TrackedMemory(Adaptor):
     depth : int
         Innermost calls to remember; 0 remembers none and is much faster.
     at_exit : bool
-        Also print a report of what is live when the interpreter exits.
+        Print a report of what is live when the interpreter exits, or when the tracker is collected unclosed.
     """
 
     def __init__(self, upstream: MemoryResource, *, depth: int = 12, at_exit: bool = False) -> None:
@@ -62,8 +62,7 @@ class TrackedMemory(Adaptor):
         self._numbers = itertools.count(1)
         self._live: dict[int, Allocation] = {}
         self._closed = False
-        self._at_exit = weakref.finalize(self, _print_report, self._live)
-        self._at_exit.atexit = at_exit
+        self._at_exit = weakref.finalize(self, _print_report, self._live) if at_exit else None
 
     @property
     def live(self) -> tuple[Allocation, ...]:
@@ -79,7 +78,8 @@ class TrackedMemory(Adaptor):
         """End the tracking, with a ResourceWarning if anything is live; a second call does nothing."""
         if not self._closed:
             self._closed = True
-            self._at_exit.detach()
+            if self._at_exit is not None:
+                self._at_exit.detach()
             if report := self.report():
                 warnings.warn(report, ResourceWarning, stacklevel=2)
 

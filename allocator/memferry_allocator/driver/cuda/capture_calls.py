@@ -6,7 +6,8 @@ from typing import Any
 
 from cuda.bindings import driver as cu
 
-from ..api import CaptureMode, Stream
+from ..handles import Stream
+from ..types import CaptureMode
 from .core import CudaCore
 from .errors import SUCCESS, error_of
 from .library import Answers
@@ -27,19 +28,22 @@ class CaptureCalls(CudaCore):
         with self._on(stream.device):
             result = cu.cuStreamBeginCapture(handle, _MODES[CaptureMode(mode)])
             self._check(stream.device, "begin_capture", result)
-        self._captured[int(handle)] = stream
+        self._captured[handle] = stream
 
     def end_capture(self, stream: Stream) -> None:
         handle = self._stream(stream)
-        with self._on(stream.device):
-            result = cu.cuStreamEndCapture(handle)
-            if result[0] != cu.CUresult.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD:
-                self._captured.pop(int(handle), None)  # also where it was broken: it ends all the same
-            graph = self._check(stream.device, "end_capture", result)
-            self._check(stream.device, "destroy graph", cu.cuGraphDestroy(graph))
+        try:
+            with self._on(stream.device):
+                result = cu.cuStreamEndCapture(handle)
+                if result[0] != cu.CUresult.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD:
+                    self._captured.pop(handle, None)  # also where it was broken: it ends all the same
+                graph = self._check(stream.device, "end_capture", result)
+                self._check(stream.device, "destroy graph", cu.cuGraphDestroy(graph))
+        finally:
+            self._finish_late()
 
     def capture_under_way(self) -> bool:
-        return bool(self._captured)
+        return any(stream.device not in self._lost for stream in list(self._captured.values()))
 
     def beside_captures(self) -> Beside:
         self._known(0)

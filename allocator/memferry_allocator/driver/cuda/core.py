@@ -11,7 +11,9 @@ from cuda.bindings import driver as cu
 
 from ...errors import DeviceLostError, DriverError
 from ..addresses import AddressBook
-from ..api import DeviceInfo, Driver, Event, MemoryInfo, Stream, require_stream
+from ..api import Driver
+from ..handles import Event, Stream, require_stream
+from ..types import DeviceInfo, MemoryInfo
 from .contexts import CURRENT, Current, Pushed
 from .errors import SUCCESS, check, error_of, initialise
 from .library import Answers, library

@@ -7,7 +7,8 @@ from typing import Any
 from cuda.bindings import driver as cu
 
 from ...errors import DriverOutOfMemory
-from ..api import Span, Stream, require_stream
+from ..handles import Stream, require_stream
+from ..types import Span
 from .core import CudaCore
 from .errors import OUT_OF_MEMORY, SUCCESS, require_size
 

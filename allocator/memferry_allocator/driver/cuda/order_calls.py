@@ -7,7 +7,7 @@ import weakref
 from cuda.bindings import driver as cu
 
 from ...errors import DriverError
-from ..api import Event, Stream
+from ..handles import Event, Stream
 from .core import CLOSED, CudaCore
 from .errors import NOT_READY, SUCCESS
 
@@ -36,6 +36,9 @@ class OrderCalls(CudaCore):
             if not stream.owned or stream.handle is CLOSED or self._closed:
                 return
             handle = self._stream(stream)
+            if handle in self._captured and stream.device not in self._lost:
+                code = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
+                raise DriverError(code, "destroy_stream", "end the capture first")
             object.__setattr__(stream, "handle", CLOSED)
         if stream.device in self._lost:
             return
@@ -99,7 +102,12 @@ class OrderCalls(CudaCore):
             code = self._library.cuEventRecord(other, handle)
             if code != SUCCESS:
                 raise self._error(stream.device, code, "event_record")
-            if self.is_capturing(stream):
+            status = self._answers.status
+            if (
+                handle not in _LEGACY
+                and self._library.cuStreamIsCapturing(handle, status) == SUCCESS
+                and status[0]
+            ):
                 event.captured()
             else:
                 event.recorded_on(stream)

@@ -6,7 +6,7 @@ from cuda.bindings import driver as cu
 
 from ...errors import DriverError, DriverOutOfMemory
 from ..addresses import AddressBook, Mapping, Pages
-from ..api import PageKind, PageLocation
+from ..types import PageKind, PageLocation
 from .errors import OUT_OF_MEMORY
 from .memory_calls import MemoryCalls
 

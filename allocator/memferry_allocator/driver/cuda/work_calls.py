@@ -5,7 +5,7 @@ from __future__ import annotations
 from cuda.bindings import driver as cu
 
 from ...errors import DriverError
-from ..api import Stream
+from ..handles import Stream
 from .core import CudaCore
 from .errors import SUCCESS, check, require_size
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...errors import DriverError
-from ..api import Span
+from ..types import Span
 from .memory import DEVICE_BASE, HOST_END, MAPPED_OFFSET, VIRTUAL_BASE, DeviceMemory, HostMemory, Kind, Place
 from .virtual import VirtualMemory
 

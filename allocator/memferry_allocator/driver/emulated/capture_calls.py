@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..api import CaptureMode, Stream
+from ..handles import Stream
+from ..types import CaptureMode
 from .core import EmulatedCore
 
 
@@ -17,8 +18,11 @@ class CaptureCalls(EmulatedCore):
             self._captures.begin(self._state(stream), CaptureMode(mode))
 
     def end_capture(self, stream: Stream) -> None:
-        with self._lock:
-            self._captures.end(self._state(stream))
+        try:
+            with self._lock:
+                self._captures.end(self._state(stream))
+        finally:
+            self._finish_late()
 
     def is_capturing(self, stream: Stream) -> bool:
         return self._state(stream).capture is not None  # no lock: one attribute, read by every allocation

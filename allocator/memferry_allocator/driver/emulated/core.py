@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from ...errors import DeviceLostError, DriverError
-from ..api import DeviceInfo, Driver, Event, MemoryInfo, Stream, require_stream
+from ..api import Driver
+from ..handles import Event, Stream, require_stream
+from ..types import DeviceInfo, MemoryInfo
 from .addressing import Memory
 from .captures import Captures
 from .engine import Engine
@@ -63,9 +65,8 @@ class EmulatedCore(Driver):
                 self._engine.reach(state.queue.last, state.clock)
 
     # -- end ----------------------------------------------------------------------------------------
-    def finalise(self, action: Callable[[], None]) -> None:
-        if not self._forked:
-            self._lock.finalise(action)
+    def _run_finaliser(self, action: Callable[[], None]) -> None:
+        self._lock.finalise(action)
 
     def close(self) -> None:
         if self._forked:
@@ -92,6 +93,7 @@ class EmulatedCore(Driver):
             self._lost.add(self._device(device))
             for state in self._on(device):
                 self._engine.scheduler.drop(state.queue)
+            self._captures.drop(device)
             self._memory.devices[device].spoil()
 
     # -- inside -------------------------------------------------------------------------------------

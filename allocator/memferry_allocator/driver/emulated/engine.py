@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-from ..api import Span
+from ..types import Span
 from .clock import Link, Links, VirtualClock
 from .options import EmulatedOptions
 from .order import Access, AccessLog, Clock, OpenAccess, join

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import DriverError, DriverOutOfMemory
-from ..api import Span
+from ..types import Span
 
 HOST_END = 1 << 48  # no host address lies beyond
 DEVICE_BASE = 1 << 50  # device d's addresses start at (d + 1) times this

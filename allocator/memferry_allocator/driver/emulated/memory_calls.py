@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from ...errors import DriverError
-from ..api import Span
+from ..types import Span
 from .core import EmulatedCore
 from .memory import MAPPED_OFFSET, Kind
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...errors import DriverError
-from ..api import Event, Stream
+from ..handles import Event, Stream
 from .core import EmulatedCore
 from .order import join
 from .state import EventState

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..api import Bracket, CaptureMode
+from ..handles import Bracket
+from ..types import CaptureMode
 from .memory import Kind, Place
 from .order import Clock
 from .work import Queue, Work

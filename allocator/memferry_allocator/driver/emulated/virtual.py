@@ -7,7 +7,7 @@ from functools import reduce
 
 from ...errors import DriverOutOfMemory
 from ..addresses import AddressBook, Mapping, Pages, Reservation
-from ..api import PageKind, PageLocation, Span
+from ..types import PageKind, PageLocation, Span
 from .mapping import RealPages, RealRange
 from .memory import POISON_FREED, POISON_NEW, VIRTUAL_BASE, DeviceMemory, Kind, Place
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...errors import DriverError
-from ..api import PageKind, PageLocation
+from ..types import PageKind, PageLocation
 from .core import EmulatedCore
 from .virtual import GRANULARITY
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...errors import DriverError
-from ..api import NO_BRACKET, Bracket, Span, Stream
+from ..handles import NO_BRACKET, Bracket, Stream
+from ..types import Span
 from .core import EmulatedCore
 from .memory import HOST_END, MAPPED_OFFSET, Kind, Place
 from .order import join
