@@ -88,11 +88,46 @@ class ForkedError(DriverError):
     """A driver, or what was made with it, is used in a child of the process that opened it."""
 
     def __init__(self, message: str, call: str = "after fork") -> None:
-        super().__init__("CUDA_ERROR_NOT_INITIALIZED", call, message)
+        self.code = "CUDA_ERROR_NOT_INITIALIZED"
+        self.call = call
+        AllocatorError.__init__(self, f"{call}: {self.code}; {message}")
 
 
 class DeviceLostError(DriverError):
     """The device's context is gone: reset, destroyed, or broken by an earlier error.  Every handle is dead."""
+
+
+class RegistrationError(DriverError):
+    """Host memory could not be pinned; nothing was changed.
+
+    Attributes
+    ----------
+    address, nbytes : int
+        The range that was asked for.
+    pinned : int
+        Bytes that MemFerry had pinned through this driver already.
+    memlock_limit, cgroup_limit : int or None
+        What this process may lock, and what its control group may use; None without a limit.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        call: str,
+        detail: str,
+        *,
+        address: int,
+        nbytes: int,
+        pinned: int,
+        memlock_limit: int | None,
+        cgroup_limit: int | None,
+    ) -> None:
+        super().__init__(code, call, detail)
+        self.address = address
+        self.nbytes = nbytes
+        self.pinned = pinned
+        self.memlock_limit = memlock_limit
+        self.cgroup_limit = cgroup_limit
 
 
 class DriverOutOfMemory(OutOfMemory, DriverError):

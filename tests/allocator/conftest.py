@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memferry_allocator import EmulatedDriver, EmulatedOptions
+from memferry_allocator import Driver, EmulatedDriver, EmulatedOptions, open_driver
 
 from .machine import Machine
 
@@ -30,3 +30,16 @@ def emulate() -> Iterator[Callable[..., Machine]]:
 def machine(emulate: Callable[..., Machine]) -> Machine:
     """One emulated machine that runs everything as late as it may."""
     return emulate(eagerness=0.0)
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def any_driver(request: pytest.FixtureRequest) -> Driver:
+    """Each driver in turn, the real one where there is a device."""
+    return EmulatedDriver(EmulatedOptions(eagerness=0.0)) if request.param == "emulated" else open_driver("cuda")
+
+
+@pytest.fixture
+def any_machine(any_driver: Driver) -> Iterator[Machine]:
+    machine = Machine(any_driver)
+    yield machine
+    machine.close()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cuda.bindings import driver as cu
 
 from memferry_allocator import (
     DriverError,
@@ -19,7 +20,7 @@ from memferry_allocator import (
     open_device,
     open_driver,
 )
-from memferry_allocator.driver import cuda
+from memferry_allocator.driver.cuda import driver as cuda
 
 from .machine import refused
 
@@ -46,7 +47,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     def initialise(_: int) -> None:
         raise RuntimeError("no library")
 
-    monkeypatch.setattr(cuda.cu, "cuInit", initialise)
+    monkeypatch.setattr(cu, "cuInit", initialise)
     monkeypatch.setattr(ctypes, "CDLL", load)
     monkeypatch.setattr(os.path, "exists", lambda path: False)
     monkeypatch.setattr(cuda, "_process_driver", None)
@@ -66,12 +67,12 @@ def test_no_driver_at_all() -> None:
 
 @pytest.mark.usefixtures("bare")
 def test_a_driver_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda.cu, "cuInit", lambda _: (cuda.cu.CUresult.CUDA_ERROR_NO_DEVICE,))
+    monkeypatch.setattr(cu, "cuInit", lambda _: (cu.CUresult.CUDA_ERROR_NO_DEVICE,))
     assert isinstance(open_driver("auto"), EmulatedDriver)
     with pytest.raises(DriverNotFoundError, match="CUDA_VISIBLE_DEVICES"):
         open_driver("cuda")
-    monkeypatch.setattr(cuda.cu, "cuInit", lambda _: (cuda.cu.CUresult.CUDA_SUCCESS,))
-    monkeypatch.setattr(cuda.cu, "cuDeviceGetCount", lambda: (cuda.cu.CUresult.CUDA_SUCCESS, 0))
+    monkeypatch.setattr(cu, "cuInit", lambda _: (cu.CUresult.CUDA_SUCCESS,))
+    monkeypatch.setattr(cu, "cuDeviceGetCount", lambda: (cu.CUresult.CUDA_SUCCESS, 0))
     with refused("NO_DEVICE", DriverNotFoundError):
         open_driver("cuda")
 
@@ -110,8 +111,8 @@ def test_a_kernel_driver_without_its_library(monkeypatch: pytest.MonkeyPatch, ki
 @pytest.mark.parametrize("kind", ["auto", "cuda"])
 @pytest.mark.parametrize("code", ["SYSTEM_DRIVER_MISMATCH", "UNKNOWN", "SYSTEM_NOT_READY"])
 def test_a_driver_that_does_not_start(monkeypatch: pytest.MonkeyPatch, kind: str, code: str) -> None:
-    result = getattr(cuda.cu.CUresult, f"CUDA_ERROR_{code}")
-    monkeypatch.setattr(cuda.cu, "cuInit", lambda _: (result,))
+    result = getattr(cu.CUresult, f"CUDA_ERROR_{code}")
+    monkeypatch.setattr(cu, "cuInit", lambda _: (result,))
     with refused(code):
         open_driver(kind)
 

@@ -132,6 +132,12 @@ class AddressBook:
         pages.released = True
         del self._pages[pages.handle]
 
+    def check_access(self, call: str, ptr: int, nbytes: int) -> None:
+        """Refuse a range that begins in a reservation and is not all mapped; other memory is not known here."""
+        reservation = self.find(ptr, 1)
+        if reservation is not None and reservation.covered(ptr, nbytes) is None:
+            raise _invalid(call, f"{nbytes} bytes at {ptr:#x} are not all mapped")
+
     # -- mappings -------------------------------------------------------------------------------------
     def check_map(self, address: int, nbytes: int, handle: int) -> tuple[Reservation, Pages]:
         self._whole("map_pages", nbytes)

@@ -10,14 +10,15 @@ import itertools
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
-from ..errors import ForkedError, InvalidRequestError, UnsupportedError
+from ..errors import DeviceLostError, ForkedError, InvalidRequestError, UnsupportedError
 
 
 class Span(NamedTuple):
@@ -198,6 +199,7 @@ class Driver(ABC):
     _forked = False
 
     def __init__(self) -> None:
+        self._put_off: deque[Callable[[], None]] = deque()
         _opened.add(self)
 
     # -- devices ------------------------------------------------------------------------------------
@@ -219,9 +221,21 @@ class Driver(ABC):
         """Block until everything enqueued on `device` by this process is done."""
 
     def synchronize_all(self) -> None:
-        """Block until everything enqueued by this process is done, on whatever device."""
-        for device in range(self.device_count):
-            self.synchronize(device)
+        """Block until everything enqueued by this process is done, on whatever device.
+
+        Raises
+        ------
+        DeviceLostError
+            A device is lost; the others have been waited for all the same.
+        """
+        lost: DeviceLostError | None = None
+        for device in self._busy():
+            try:
+                self.synchronize(device)
+            except DeviceLostError as error:
+                lost = error
+        if lost is not None:
+            raise lost
 
     # -- memory -------------------------------------------------------------------------------------
     @abstractmethod
@@ -446,6 +460,13 @@ class Driver(ABC):
         """
         return False
 
+    def capture_under_way(self) -> bool:
+        """Whether a capture begun here has not ended: to wait for its device would break it.
+
+        Those that a framework begins by itself are not known; `is_capturing` asks about one stream.
+        """
+        return False
+
     def beside_captures(self) -> AbstractContextManager[None]:
         """Calls inside that a capture on another stream would forbid are allowed, and leave it unharmed."""
         return nullcontext()
@@ -494,19 +515,38 @@ class Driver(ABC):
         if self._forked:
             raise forked(self.name)
 
+    def _busy(self) -> Sequence[int]:
+        """The devices that may have work."""
+        return range(self.device_count)
+
     def _unsupported(self, what: str) -> UnsupportedError:
         return UnsupportedError(f"{what}: the {self.name} driver has none; use another resource or mapping")
 
     # -- end ----------------------------------------------------------------------------------------
     def finalise(self, action: Callable[[], None]) -> None:
-        """Run a finaliser's `action`, which may call this driver.
+        """Run a finaliser's `action`, which may call this driver, wait for its devices, and never raises.
 
-        A garbage collection can happen anywhere, also in the middle of a driver call of the same thread; a
-        driver that cannot be re-entered there puts the action off until that call is over.  In a child of the
-        process that opened the driver nothing runs: what is to be released belongs to the parent.
+        A garbage collection can happen anywhere: a driver that cannot be re-entered in the middle of a call of
+        the same thread puts the action off until that call is over, and so does every driver while a capture
+        begun here is under way, which waiting for a device would break.  In a child of the process that opened
+        the driver nothing runs: what is to be released belongs to the parent.
         """
-        if not self._forked:
-            action()
+        if self._forked:
+            return
+        self._put_off.append(action)
+        self._finish_late()
+
+    def _finish_late(self) -> None:
+        """Run what finalisers have left, unless it must wait still."""
+        while self._put_off and not self.capture_under_way():
+            try:
+                action = self._put_off.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            self._run_finaliser(action)
+
+    def _run_finaliser(self, action: Callable[[], None]) -> None:
+        action()
 
     @abstractmethod
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """The unified shadow address space."""
 
 from .copier import Completion, Copier, DirectCopier, Direction
+from .hybrid import HybridBuffer
 from .partition import Partition
 from .space import ShadowBuffer, ShadowSpace
 from .view import Mode, Place, View
@@ -10,6 +11,7 @@ __all__ = [
     "Copier",
     "DirectCopier",
     "Direction",
+    "HybridBuffer",
     "Mode",
     "Partition",
     "Place",

@@ -17,11 +17,17 @@ class CaptureCalls(EmulatedCore):
             self._captures.begin(self._state(stream), CaptureMode(mode))
 
     def end_capture(self, stream: Stream) -> None:
-        with self._lock:
-            self._captures.end(self._state(stream))
+        try:
+            with self._lock:
+                self._captures.end(self._state(stream))
+        finally:
+            self._finish_late()
 
     def is_capturing(self, stream: Stream) -> bool:
         return self._state(stream).capture is not None  # no lock: one attribute, read by every allocation
+
+    def capture_under_way(self) -> bool:
+        return self._captures.under_way
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:

@@ -19,6 +19,10 @@ class Captures:
         self._threads = threads
         self._active: list[Capture] = []
 
+    @property
+    def under_way(self) -> bool:
+        return bool(self._active)
+
     def begin(self, state: StreamState, mode: CaptureMode) -> None:
         if state.capture is not None:
             raise DriverError("CUDA_ERROR_ILLEGAL_STATE", "begin_capture", "the stream is being captured already")
@@ -31,11 +35,19 @@ class Captures:
             raise DriverError("CUDA_ERROR_ILLEGAL_STATE", "end_capture", "no capture began on this stream")
         if capture.mode is not CaptureMode.RELAXED and capture.thread != threading.get_ident():
             raise DriverError("CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD", "end_capture")
+        self._leave(capture)
+        if capture.broken:
+            raise DriverError("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "end_capture", capture.broken)
+
+    def drop(self, device: int) -> None:
+        """Forget the captures of a device that is lost."""
+        for capture in [each for each in self._active if each.origin.device == device]:
+            self._leave(capture)
+
+    def _leave(self, capture: Capture) -> None:
         self._active.remove(capture)
         for member in capture.members:
             member.capture = None
-        if capture.broken:
-            raise DriverError("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "end_capture", capture.broken)
 
     # -- what is forbidden meanwhile ------------------------------------------------------------------
     def forbid(self, call: str) -> None:

@@ -63,9 +63,8 @@ class EmulatedCore(Driver):
                 self._engine.reach(state.queue.last, state.clock)
 
     # -- end ----------------------------------------------------------------------------------------
-    def finalise(self, action: Callable[[], None]) -> None:
-        if not self._forked:
-            self._lock.finalise(action)
+    def _run_finaliser(self, action: Callable[[], None]) -> None:
+        self._lock.finalise(action)
 
     def close(self) -> None:
         if self._forked:
@@ -92,6 +91,7 @@ class EmulatedCore(Driver):
             self._lost.add(self._device(device))
             for state in self._on(device):
                 self._engine.scheduler.drop(state.queue)
+            self._captures.drop(device)
             self._memory.devices[device].spoil()
 
     # -- inside -------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ class WorkCalls(EmulatedCore):
     """Everything that touches bytes, and which device may."""
 
     def copy(self, dst: int, src: int, nbytes: int, *, stream: Stream) -> None:
-        if nbytes == 0:
-            return
         with self._lock:
             state = self._state(stream)
+            if nbytes == 0:
+                return
             target = self._locate(dst, nbytes, "copy")
             source = self._locate(src, nbytes, "copy")
             if target.read_only:
@@ -44,10 +44,10 @@ class WorkCalls(EmulatedCore):
                 self._engine.scheduler.force(work)
 
     def fill(self, ptr: int, value: int, nbytes: int, *, stream: Stream) -> None:
-        if nbytes == 0:
-            return
         with self._lock:
             state = self._state(stream)
+            if nbytes == 0:
+                return
             target = self._locate(ptr, nbytes, "fill")
             if not 0 <= value <= 255:
                 raise DriverError("CUDA_ERROR_INVALID_VALUE", "fill", f"{value} is not a byte")

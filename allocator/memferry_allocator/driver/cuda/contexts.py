@@ -1,0 +1,44 @@
+"""Making a device's context current for the length of a call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .errors import SUCCESS
+
+if TYPE_CHECKING:
+    from .core import CudaCore
+
+
+class Current:
+    """For a thread in which the right context is current already; there is nothing to do or undo."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class Pushed:
+    """Pushes a context, and pops it at the end."""
+
+    __slots__ = ("_context", "_device", "_driver")
+
+    def __init__(self, driver: CudaCore, device: int, context: int) -> None:
+        self._driver = driver
+        self._device = device
+        self._context = context
+
+    def __enter__(self) -> None:
+        code = self._driver._library.cuCtxPushCurrent_v2(self._context)
+        if code != SUCCESS:
+            raise self._driver._error(self._device, code, "push context")
+
+    def __exit__(self, *_: object) -> None:
+        self._driver._library.cuCtxPopCurrent_v2(self._driver._answers.context)
+
+
+CURRENT = Current()

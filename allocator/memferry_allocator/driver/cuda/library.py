@@ -1,0 +1,47 @@
+"""The calls that happen thousands of times a step, made straight into the driver library.
+
+Handles and pointers are plain integers here, and answers are numbers: building the bindings' enumerations and
+handle objects costs more than most of these calls.  The interpreter lock is released while a call runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import Any
+
+from cffi import FFI
+
+LIBRARY = "libcuda.so.1"
+
+_ffi = FFI()
+_ffi.cdef("""
+    int cuCtxGetCurrent(uintptr_t *context);
+    int cuCtxPushCurrent_v2(uintptr_t context);
+    int cuCtxPopCurrent_v2(uintptr_t *context);
+    int cuThreadExchangeStreamCaptureMode(int *mode);
+    int cuStreamIsCapturing(uintptr_t stream, int *status);
+    int cuStreamQuery(uintptr_t stream);
+    int cuStreamSynchronize(uintptr_t stream);
+    int cuStreamWaitEvent(uintptr_t stream, uintptr_t event, unsigned int flags);
+    int cuEventRecord(uintptr_t event, uintptr_t stream);
+    int cuEventQuery(uintptr_t event);
+    int cuEventSynchronize(uintptr_t event);
+    int cuMemcpyAsync(uintptr_t dst, uintptr_t src, size_t nbytes, uintptr_t stream);
+    int cuMemsetD8Async(uintptr_t dst, unsigned char value, size_t nbytes, uintptr_t stream);
+""")
+
+
+class Answers(threading.local):
+    """Where calls of this thread put their answers."""
+
+    def __init__(self) -> None:
+        self.context = _ffi.new("uintptr_t *")
+        self.status = _ffi.new("int *")
+        self.mode = _ffi.new("int *")
+
+
+@cache
+def library() -> Any:
+    """The driver library, which the bindings have loaded already."""
+    return _ffi.dlopen(LIBRARY)

@@ -1,0 +1,144 @@
+"""Streams, events, and what they put in order."""
+
+from __future__ import annotations
+
+import weakref
+
+from cuda.bindings import driver as cu
+
+from ...errors import DriverError
+from ..api import Event, Stream
+from .core import CLOSED, CudaCore
+from .errors import NOT_READY, SUCCESS
+
+_NON_BLOCKING, _DISABLE_TIMING = 1, 2
+_LEGACY = (0, 1)  # the default stream's names: it cannot be captured, and asking it breaks captures of others
+
+
+class OrderCalls(CudaCore):
+    """Streams and events."""
+
+    # -- streams ------------------------------------------------------------------------------------
+    def create_stream(self, device: int, *, priority: int = 0) -> Stream:
+        with self._on(device):
+            result = cu.cuStreamCreateWithPriority(_NON_BLOCKING, priority)
+            handle = int(self._check(device, "create_stream", result))
+        return Stream(self, device, handle, owned=True)
+
+    def stream_from_handle(self, device: int, handle: int) -> Stream:
+        self._context(device)
+        return Stream(self, device, int(handle), owned=False)
+
+    def destroy_stream(self, stream: Stream) -> None:
+        if self._forked:
+            return
+        with self._lock:
+            if not stream.owned or stream.handle is CLOSED or self._closed:
+                return
+            handle = self._stream(stream)
+            if handle in self._captured and stream.device not in self._lost:
+                code = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
+                raise DriverError(code, "destroy_stream", "end the capture first")
+            object.__setattr__(stream, "handle", CLOSED)
+        if stream.device in self._lost:
+            return
+        with self._on(stream.device):
+            self._check(stream.device, "synchronize", cu.cuStreamSynchronize(handle))
+            self._check(stream.device, "destroy_stream", cu.cuStreamDestroy(handle))
+
+    def stream_wait(self, stream: Stream, event: Event) -> None:
+        handle, other = self._stream(stream), self._event(event)
+        if event.sequence == 0:
+            return
+        with self._on(stream.device):
+            code = self._library.cuStreamWaitEvent(handle, other, 0)
+            if code != SUCCESS:
+                raise self._error(stream.device, code, "stream_wait")
+
+    def stream_synchronize(self, stream: Stream) -> None:
+        handle = self._stream(stream)
+        with self._on(stream.device):
+            code = self._library.cuStreamSynchronize(handle)
+            if code != SUCCESS:
+                raise self._error(stream.device, code, "stream_synchronize")
+
+    def stream_query(self, stream: Stream) -> bool:
+        handle = self._stream(stream)
+        with self._on(stream.device):
+            return self._done(stream.device, "stream_query", self._library.cuStreamQuery(handle))
+
+    def is_capturing(self, stream: Stream) -> bool:
+        handle = self._stream(stream)
+        if handle in _LEGACY:
+            return False
+        status = self._answers.status
+        if self._library.cuStreamIsCapturing(handle, status) == SUCCESS:
+            return bool(status[0])
+        with self._on(stream.device):  # a thread that has no context may need one
+            code = self._library.cuStreamIsCapturing(handle, status)
+            if code != SUCCESS:
+                raise self._error(stream.device, code, "is_capturing")
+            return bool(status[0])
+
+    # -- events -------------------------------------------------------------------------------------
+    def create_event(self, device: int, *, timing: bool = False) -> Event:
+        self._known(device)
+        spare = self._events.setdefault((device, timing), [])
+        try:
+            handle = spare.pop()
+        except IndexError:
+            with self._on(device):
+                result = cu.cuEventCreate(0 if timing else _DISABLE_TIMING)
+                handle = int(self._check(device, "create_event", result))
+        event = Event(self, device, handle, timing)
+        # The handle is kept for the next event, not destroyed: no driver call happens in a finaliser.
+        weakref.finalize(event, spare.append, handle).atexit = False
+        return event
+
+    def event_record(self, event: Event, stream: Stream) -> None:
+        handle, other = self._stream(stream), self._event(event)
+        # One recording at a time on a stream, so that the sequence is the stream's own order.
+        with stream.recording, self._on(stream.device):
+            code = self._library.cuEventRecord(other, handle)
+            if code != SUCCESS:
+                raise self._error(stream.device, code, "event_record")
+            status = self._answers.status
+            if (
+                handle not in _LEGACY
+                and self._library.cuStreamIsCapturing(handle, status) == SUCCESS
+                and status[0]
+            ):
+                event.captured()
+            else:
+                event.recorded_on(stream)
+
+    def event_query(self, event: Event) -> bool:
+        handle = self._event(event)
+        if event.sequence == 0:  # never recorded, whatever its handle was used for before
+            return True
+        with self._on(event.device):
+            return self._done(event.device, "event_query", self._library.cuEventQuery(handle))
+
+    def event_synchronize(self, event: Event) -> None:
+        handle = self._event(event)
+        if event.sequence == 0:
+            return
+        with self._on(event.device):
+            code = self._library.cuEventSynchronize(handle)
+            if code != SUCCESS:
+                raise self._error(event.device, code, "event_synchronize")
+
+    def event_elapsed(self, start: Event, end: Event) -> float:
+        first, last = self._event(start), self._event(end)
+        if start.sequence == 0 or end.sequence == 0:
+            raise DriverError("CUDA_ERROR_INVALID_HANDLE", "event_elapsed", "an event was never recorded")
+        with self._on(end.device):
+            result = cu.cuEventElapsedTime(first, last)
+            return float(self._check(end.device, "event_elapsed", result)) / 1e3
+
+    def _done(self, device: int, call: str, code: int) -> bool:
+        if code == SUCCESS:
+            return True
+        if code == NOT_READY:
+            return False
+        raise self._error(device, code, call)

@@ -1,0 +1,226 @@
+"""What the CUDA driver asks of the library, and what it makes of the answers; the library is played."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from cuda.bindings import driver as cu
+
+from memferry_allocator import DeviceLostError, DriverError, ForkedError, PageKind, PageLocation, Stream
+from memferry_allocator.driver.cuda import CudaDriver, core
+from memferry_allocator.driver.cuda.errors import error_of
+
+from .machine import refused
+
+CONTEXT = 77
+OK = (cu.CUresult.CUDA_SUCCESS,)
+
+
+class Library:
+    """Answers every call with the code set for it, and keeps the stack of contexts."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.codes: dict[str, int] = {}
+        self.contexts: list[int] = []
+        self.capturing: set[int] = set()
+        self.mode = 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.calls.append((name, arguments))
+            return self.codes.get(name, 0)
+
+        return call
+
+    def cuCtxGetCurrent(self, answer: Any) -> int:  # noqa: N802
+        answer[0] = self.contexts[-1] if self.contexts else 0
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context: int) -> int:  # noqa: N802
+        code = self.codes.get("push", 0)
+        if code == 0:
+            self.contexts.append(context)
+        return code
+
+    def cuCtxPopCurrent_v2(self, answer: Any) -> int:  # noqa: N802
+        answer[0] = self.contexts.pop()
+        return 0
+
+    def cuStreamIsCapturing(self, stream: int, answer: Any) -> int:  # noqa: N802
+        self.calls.append(("cuStreamIsCapturing", (stream,)))
+        answer[0] = int(stream in self.capturing)
+        return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+        mode[0], self.mode = self.mode, mode[0]
+        return 0
+
+    def asked(self, name: str) -> list[Any]:
+        return [arguments for call, arguments in self.calls if call == name]
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    played = Library()
+    monkeypatch.setattr(core, "initialise", lambda: 1)
+    monkeypatch.setattr(core, "library", lambda: played)
+    monkeypatch.setattr(cu, "cuDevicePrimaryCtxRetain", lambda device: (*OK, CONTEXT))
+    monkeypatch.setattr(cu, "cuDevicePrimaryCtxRelease", lambda device: OK)
+    monkeypatch.setattr(cu, "cuEventCreate", lambda flags: (*OK, 500))
+    monkeypatch.setattr(cu, "cuEventDestroy", lambda handle: OK)
+    return played
+
+
+@pytest.fixture
+def driver(library: Library) -> CudaDriver:
+    return CudaDriver()
+
+
+def _stream(driver: CudaDriver, handle: int) -> Stream:
+    return driver.stream_from_handle(0, handle)
+
+
+@pytest.mark.parametrize("handle", [0, 1])
+def test_the_default_stream_is_never_asked_whether_it_is_captured(
+    driver: CudaDriver, library: Library, handle: int
+) -> None:
+    stream = _stream(driver, handle)
+    assert not driver.is_capturing(stream)
+    stream.record()
+    assert library.asked("cuStreamIsCapturing") == []
+
+
+def test_a_recording_in_a_capture_is_in_no_streams_order(driver: CudaDriver, library: Library) -> None:
+    stream, other = _stream(driver, 40), _stream(driver, 41)
+    event = stream.record()
+    assert event.recorded[0] is stream
+    library.capturing.add(40)
+    stream.record(event)
+    assert event.recorded[0] is None
+    for _ in range(2):
+        other.wait(event)
+    assert library.asked("cuStreamWaitEvent") == [(41, 500, 0)] * 2
+
+
+def test_asking_about_a_capture_needs_no_context(driver: CudaDriver, library: Library) -> None:
+    stream = _stream(driver, 40)
+    assert not driver.is_capturing(stream)
+    library.capturing.add(40)
+    assert driver.is_capturing(stream)
+    assert library.asked("cuCtxGetCurrent") == []
+    assert library.contexts == []
+
+
+@pytest.mark.parametrize("current", [[], [CONTEXT], [CONTEXT, 99]])
+def test_the_current_context_is_left_as_it_was(driver: CudaDriver, library: Library, current: list[int]) -> None:
+    stream = _stream(driver, 40)
+    library.contexts[:] = current
+    stream.record()
+    library.codes["cuMemcpyAsync"] = 1
+    with refused("INVALID_VALUE"):
+        driver.copy(1, 2, 3, stream=stream)
+    assert library.contexts == current
+
+
+def test_beside_captures_puts_the_threads_mode_back(driver: CudaDriver, library: Library) -> None:
+    seen = []
+    with contextlib.suppress(ZeroDivisionError), driver.beside_captures():
+        seen.append(library.mode)
+        with driver.beside_captures():
+            seen.append(library.mode)
+        seen.append(library.mode)
+        raise ZeroDivisionError
+    assert (seen, library.mode) == ([2, 2, 2], 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "lost"), [(700, True), (709, True), (214, True), (201, True), (1, False), (2, False)]
+)
+def test_answers_that_end_a_device(driver: CudaDriver, library: Library, code: int, lost: bool) -> None:
+    stream = _stream(driver, 40)
+    event = stream.record()
+    library.codes["cuStreamSynchronize"] = code
+    with pytest.raises(DriverError) as caught:
+        stream.synchronize()
+    assert isinstance(caught.value, DeviceLostError) is lost
+    library.codes.clear()
+    if lost:
+        for call in (stream.synchronize, stream.record, event.query, lambda: driver.fill(1, 0, 1, stream=stream)):
+            with pytest.raises(DeviceLostError):
+                call()
+    else:
+        stream.synchronize()
+    driver.close()
+
+
+def test_a_context_that_is_gone(driver: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = _stream(driver, 40)
+    stream.record()
+    library.codes["push"] = 709
+    gone = (cu.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+    monkeypatch.setattr(cu, "cuDevicePrimaryCtxRelease", lambda device: gone)
+    with pytest.raises(DeviceLostError):
+        stream.synchronize()
+    driver.close()
+    driver.close()
+    with refused("DEINITIALIZED"):
+        stream.synchronize()
+
+
+def test_an_answer_that_the_bindings_do_not_know() -> None:
+    assert error_of(123456, "call").code == "CUDA_ERROR_123456"
+
+
+def test_reserved_addresses_with_nothing_behind_them_are_not_touched(
+    driver: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy there would end the device's context."""
+    page, stream = 2 << 20, _stream(driver, 40)
+    monkeypatch.setattr(driver, "_granularity", lambda location: page)
+    monkeypatch.setattr(cu, "cuMemAddressReserve", lambda *_: (*OK, 8 * page))
+    monkeypatch.setattr(cu, "cuMemCreate", lambda *_: (*OK, 5))
+    monkeypatch.setattr(cu, "cuMemMap", lambda *_: OK)
+    monkeypatch.setattr(cu, "cuMemSetAccess", lambda *_: OK)
+    base = driver.reserve_addresses(4 * page)
+    handle = driver.create_pages(PageLocation(PageKind.DEVICE), page)
+    driver.map_pages(base + page, page, handle, device=0)
+    driver.fill(base + page, 0, page, stream=stream)
+    driver.copy(base + page, 3 * page, page, stream=stream)  # memory that is not in the books
+    for start, nbytes in [(0, 1), (page - 1, 2), (page, page + 1), (3 * page, page)]:
+        with refused("INVALID_VALUE"):
+            driver.fill(base + start, 0, nbytes, stream=stream)
+        with refused("INVALID_VALUE"):
+            driver.copy(3 * page, base + start, nbytes, stream=stream)
+    assert len(library.asked("cuMemsetD8Async")) == len(library.asked("cuMemcpyAsync")) == 1
+
+
+def test_access_that_is_refused_maps_nothing(driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, unmapped = 2 << 20, []
+    monkeypatch.setattr(driver, "_granularity", lambda location: page)
+    monkeypatch.setattr(cu, "cuMemAddressReserve", lambda *_: (*OK, 8 * page))
+    monkeypatch.setattr(cu, "cuMemCreate", lambda *_: (*OK, 5))
+    monkeypatch.setattr(cu, "cuMemMap", lambda *_: OK)
+    monkeypatch.setattr(cu, "cuMemSetAccess", lambda *_: (cu.CUresult.CUDA_ERROR_NOT_SUPPORTED,))
+    monkeypatch.setattr(cu, "cuMemUnmap", lambda *span: unmapped.append(span) or OK)
+    base, handle = driver.reserve_addresses(page), driver.create_pages(PageLocation(PageKind.DEVICE), page)
+    with refused("NOT_SUPPORTED"):
+        driver.map_pages(base, page, handle, device=0)
+    assert unmapped == [(base, page)]
+    with refused("INVALID_VALUE"):
+        driver.unmap_pages(base, page)
+
+
+def test_a_forked_child_asks_nothing(driver: CudaDriver, library: Library) -> None:
+    stream = _stream(driver, 40)
+    event = stream.record()
+    library.calls.clear()
+    driver._forked = True
+    for call in (stream.synchronize, stream.record, event.query, lambda: driver.is_capturing(stream)):
+        with pytest.raises(ForkedError):
+            call()
+    driver.close()
+    stream.close()
+    assert library.calls == []
