@@ -110,7 +110,7 @@ def test_what_the_host_has_waited_for_is_kept_apart(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "opening"), [(0, 2, 2), (2, 6, 0), (1, 5, 5), (1, 6, None), (0, 8, None)]
+    ("first", "last", "opening"), [(0, 2, 2), (2, 6, 0), (1, 5, 5), (1, 6, 6), (1, 7, None), (0, 8, None)]
 )
 def test_a_captured_stream_bars_its_part_only(
     machine: Machine, first: int, last: int, opening: int | None
