@@ -191,6 +191,19 @@ def test_work_must_be_over(machine: Machine) -> None:
     data.extend(b"x")
 
 
+def test_what_cannot_be_unregistered_yet_keeps_the_object_in_place(any_machine: Machine) -> None:
+    driver, data, stream = any_machine.driver, bytearray(N), any_machine.stream()
+    held = adopt(driver, data)
+    driver.begin_capture(stream)  # to wait for the device now would break it
+    del held
+    gc.collect()
+    with pytest.raises(BufferError):
+        data.extend(b"x")
+    driver.end_capture(stream)
+    adopt(driver, bytearray(N)).close()
+    data.extend(b"x")
+
+
 def test_adopting_twice_registers_once() -> None:
     driver, data = EmulatedDriver(), np.zeros(N, np.uint8)
     with adopt(driver, data), adopt(driver, data[100:200]) as inner:

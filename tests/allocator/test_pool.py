@@ -477,6 +477,35 @@ def test_a_closed_stream_changes_nothing(machine: Machine, pool: DevicePool) -> 
     assert (pool.used, pool.largest_free) == (0, 4 * KIB)
 
 
+def test_recorded_uses_outlive_their_stream(machine: Machine, pool: DevicePool) -> None:
+    stream, other = machine.driver.create_stream(0), machine.stream()
+    for uses in (True, False):
+        ptr = pool.allocate(KIB, stream=stream)
+        machine.driver.fill(ptr, 1, KIB, stream=stream)
+        event = stream.record()
+        stream.close()
+        pool.deallocate(ptr, KIB, stream=stream, uses={stream: event} if uses else {})
+        assert pool.allocate(KIB, stream=other) == ptr
+        machine.driver.fill(ptr, 2, KIB, stream=other)
+        pool.deallocate(ptr, KIB, stream=other)
+        stream = machine.driver.create_stream(0)
+
+
+def test_what_one_thread_has_waited_for_another_may_reuse(machine: Machine, pool: DevicePool) -> None:
+    one, other = machine.stream(), machine.stream()
+    ptr = pool.allocate(KIB, stream=one)
+    machine.driver.fill(ptr, 1, KIB, stream=one)
+
+    def give_back(_: int) -> None:
+        one.synchronize()
+        pool.deallocate(ptr, KIB, stream=one, uses={})
+
+    in_threads(1, give_back)
+    assert pool.allocate(KIB, stream=other) == ptr
+    machine.driver.fill(ptr, 2, KIB, stream=other)
+    pool.deallocate(ptr, KIB, stream=other)
+
+
 # -- life --------------------------------------------------------------------------------------------------
 def test_closing(machine: Machine) -> None:
     pool, stream = DevicePool(machine.driver, 0, KIB), machine.stream()

@@ -257,6 +257,31 @@ def test_a_stale_range_that_somebody_has_unregistered_already(mapping: int) -> N
     assert driver.registered == 0
 
 
+def test_a_stale_read_only_range_bars_nobody(mapping: int) -> None:
+    known = registrations(EmulatedDriver())
+    old = known.register(mapping, 16 * PAGE, read_only=True)
+    unmap_pages(mapping, 16)
+    assert map_pages(16, at=mapping) == mapping
+    with known.register(mapping, PAGE) as new:
+        assert not new.read_only
+    assert old.closed
+
+
+def test_a_stale_range_that_was_given_up_lets_its_owner_go(mapping: int) -> None:
+    known, owner = registrations(EmulatedDriver()), Owner()
+    seen = weakref.ref(owner)
+    first = known.register(mapping, 16 * PAGE, owner=owner)
+    sharer = known.register(mapping, PAGE)
+    first.close()
+    del owner
+    assert seen() is not None
+    unmap_pages(mapping, 16)
+    assert map_pages(16, at=mapping) == mapping
+    with known.register(mapping, PAGE):
+        assert seen() is None
+        assert sharer.stale
+
+
 def test_unregistered_behind_our_back() -> None:
     driver, data = EmulatedDriver(), pages(PAGE)
     known = registrations(driver)

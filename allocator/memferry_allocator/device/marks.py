@@ -6,6 +6,7 @@ from typing import Any
 
 from ..driver import Driver, Event, Stream
 from ..errors import DriverError
+from .requests import CLOSED, captured
 
 
 class Mark:
@@ -45,7 +46,7 @@ class Mark:
     @property
     def reachable(self) -> bool:
         """Whether its end can be told: not while a stream whose event is still missing is being captured."""
-        return not self.open or not self._capturing()
+        return not self.open or self.stream is None or not captured(self.driver, self.stream)
 
     def before(self, stream: Stream) -> None:
         """Order `stream` behind it."""
@@ -72,14 +73,7 @@ class Mark:
             try:
                 self.event = self.stream.record()
             except DriverError as error:
-                if error.code != "CUDA_ERROR_INVALID_HANDLE":
+                if error.code != CLOSED:
                     raise
                 self._closed = True  # an owned stream is closed when its work is done
                 self.token = self.driver.publish()
-
-    def _capturing(self) -> bool:
-        assert self.stream is not None
-        try:
-            return self.driver.is_capturing(self.stream)
-        except DriverError:  # closed: `_record` finds that out too
-            return False

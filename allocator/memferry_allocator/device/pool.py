@@ -12,7 +12,7 @@ from ..errors import CaptureError, ClosedError, InvalidRequestError, OutOfMemory
 from ..sizes import align_up, format_size
 from .blocks import Block, FreeBlocks
 from .marks import Mark
-from .requests import block_size, refuse_capture, refuse_pointer, usable_stream
+from .requests import block_size, captured, refuse_capture, refuse_pointer, usable_stream
 from .resource import MemoryResource
 from .segments import Segments, release_quietly
 from .sources import DriverMemory
@@ -195,7 +195,7 @@ class DevicePool(MemoryResource):
         uses : mapping of Stream to Event, optional
             Where the last uses were recorded already (perhaps on several streams, perhaps some time ago):
             these events count instead of all that `stream` holds by now.  An empty one says that the host
-            has waited for every use.
+            has waited for every use.  `stream` may be closed then.
 
         Raises
         ------
@@ -208,7 +208,7 @@ class DevicePool(MemoryResource):
         driver.require_usable()
         if stream.__class__ is not Stream or stream.device != self.device or stream.driver is not driver:
             usable_stream(stream, driver, self.device, _NAME)
-        if driver.is_capturing(stream):
+        if uses is None and driver.is_capturing(stream):
             refuse_capture(_NAME)
         if uses is not None or not stream.owned:
             self._deallocate_marked(ptr, nbytes, stream, uses)
@@ -229,6 +229,8 @@ class DevicePool(MemoryResource):
         self, ptr: int, nbytes: int, stream: Stream, uses: Mapping[Stream, Event] | None
     ) -> None:
         """Give back what others may have events for, or a stream that may be gone when one is needed."""
+        if uses is not None and captured(self.driver, stream):  # closed it may be: the events tell all
+            refuse_capture(_NAME)
         size = block_size(nbytes, _NAME)
         marks = self._marks(stream, uses)
         with self._lock:

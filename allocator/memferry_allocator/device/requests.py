@@ -6,10 +6,11 @@ import operator
 from typing import NoReturn
 
 from ..driver import Driver, Stream, require_stream
-from ..errors import CaptureError, InvalidRequestError
+from ..errors import CaptureError, DriverError, InvalidRequestError
 from ..sizes import align_up
 
 ALIGNMENT = 256
+CLOSED = "CUDA_ERROR_INVALID_HANDLE"  # the answer to whoever uses a closed stream
 
 
 def block_size(nbytes: object, name: str) -> int:
@@ -47,6 +48,16 @@ def usable_stream(stream: object, driver: Driver, device: int, name: str) -> Str
     if driver.is_capturing(found):
         refuse_capture(name)
     return found
+
+
+def captured(driver: Driver, stream: Stream) -> bool:
+    """Whether `stream` is being captured; one that is closed is not."""
+    try:
+        return driver.is_capturing(stream)
+    except DriverError as error:
+        if error.code != CLOSED:
+            raise
+        return False
 
 
 def refuse_capture(name: str) -> NoReturn:
