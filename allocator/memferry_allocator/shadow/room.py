@@ -29,10 +29,16 @@ class Room:
     pool : DevicePool or MemoryResource
     budget : int
         Most bytes that are taken of it, the pool's alignment included.
+    policy : EvictionPolicy
+    whole : bool
+        The pool is a `DevicePool` of exactly the budget; others may take of it too.
     """
 
-    def __init__(self, pool: DevicePool | MemoryResource, budget: int, policy: EvictionPolicy) -> None:
+    def __init__(
+        self, pool: DevicePool | MemoryResource, budget: int, policy: EvictionPolicy, *, whole: bool
+    ) -> None:
         self.pool: Any = pool
+        self._whole = whole
         self.budget = budget
         self.taken = 0
         self.idle: OrderedDict[Copies, int] = OrderedDict()  # the least recently used first; bytes of each
@@ -100,7 +106,7 @@ class Room:
         return uses
 
     def _take(self, partition: Copies, stream: Stream) -> int:
-        if not isinstance(self.pool, DevicePool) and self.taken + partition.reserved > self.budget:
+        if not self._whole and self.taken + partition.reserved > self.budget:
             raise OutOfMemory(
                 f"device budget: {partition.name} needs {format_size(partition.reserved)}, "
                 f"{format_size(self.taken)} of {format_size(self.budget)} are in use; "
@@ -114,7 +120,7 @@ class Room:
 
     def _could_fit(self, nbytes: int) -> bool:
         """Whether there would be enough without the idle copies, in one piece or not."""
-        used = self.pool.used if isinstance(self.pool, DevicePool) else self.taken
+        used = self.pool.used if self._whole else self.taken
         return bool(self.budget - used + self.idle_bytes >= nbytes)
 
     def _make_room(self, nbytes: int) -> bool:
