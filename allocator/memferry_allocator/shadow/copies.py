@@ -112,9 +112,14 @@ class Copies:
         lane = self.space.copier.lane(Direction.DEVICE_TO_HOST)
         copy.hazards.before(lane, writes=False)
         self._home.before(lane, writes=True)
-        done = self.space.copier.copy(
-            self.host, Span(copy.ptr, self.nbytes), Direction.DEVICE_TO_HOST, stream=lane
-        )
+        try:
+            device = Span(copy.ptr, self.nbytes)
+            done = self.space.copier.copy(self.host, device, Direction.DEVICE_TO_HOST, stream=lane)
+        except BaseException:
+            event = lane.record()  # a part of the copy may be under way
+            copy.hazards.has_read(lane, event)
+            self._home.wrote(lane, event)
+            raise
         copy.hazards.has_read(lane, done.event)
         self._home.wrote(lane, done.event)
         copy.dirty = False
