@@ -11,7 +11,10 @@ from hypothesis import HealthCheck, settings
 from memferry_allocator import DriverNotFoundError, open_driver
 
 pytest.register_assert_rewrite(
-    "tests.allocator.machine", "tests.allocator.contract_driver", "tests.allocator.contract_virtual"
+    "tests.allocator.machine",
+    "tests.allocator.contract_capture",
+    "tests.allocator.contract_driver",
+    "tests.allocator.contract_virtual",
 )
 
 settings.register_profile(

@@ -3,7 +3,9 @@
 Stands alone: it knows no framework and loads no CUDA library until a device is opened.
 """
 
-from .device import DevicePool
+from .device import (
+    DevicePool,
+)
 from .driver import (
     CaptureMode,
     Driver,
@@ -32,13 +34,19 @@ from .errors import (
     RaceError,
     UnsupportedError,
 )
-from .host import ArenaOptions, HostArena, RegistrationMap, registrations
+from .host import (
+    ArenaOptions,
+    HostArena,
+    RegistrationMap,
+    registrations,
+)
 from .shadow import (
     Copier,
     DirectCopier,
     Direction,
     ElementType,
     EvictionPolicy,
+    HybridBuffer,
     LeastRecentlyUsed,
     Mode,
     Partition,
@@ -49,7 +57,10 @@ from .shadow import (
     TypedView,
     View,
 )
-from .sizes import format_size, parse_size
+from .sizes import (
+    format_size,
+    parse_size,
+)
 
 __all__ = [
     "AllocatorError",
@@ -73,6 +84,7 @@ __all__ = [
     "EvictionPolicy",
     "ForkedError",
     "HostArena",
+    "HybridBuffer",
     "InvalidRequestError",
     "LeastRecentlyUsed",
     "MemFerryError",

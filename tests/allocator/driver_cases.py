@@ -1,9 +1,10 @@
 """Edge cases of a driver, and how one answers them.
 
-    python -m tests.allocator.driver_cases DRIVER CASE
+    python -m tests.allocator.driver_cases DRIVER [CASE ...]
 
-prints the answers as JSON.  A case asks through the driver seam; `data/driver_answers.json` has what the
-driver of an H200 says to the same questions.  An answer is the driver's own name of it, without
+prints the answers as JSON, every case in a child process of its own: an error that sticks, a crash or a hang in
+one does not colour the next.  A case asks through the driver seam; `data/driver_answers.json` has what the driver
+of an H200 says to the same questions.  An answer is the driver's own name of it, without
 ``CUDA_ERROR_``, and ``SUCCESS`` where nothing was raised; what a case has to say besides comes after it.
 """
 
@@ -12,13 +13,15 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from memferry_allocator import Driver, DriverError, Stream, open_driver
+from memferry_allocator import CaptureMode, Driver, DriverError, EmulatedOptions, Stream, open_driver
 
 PAGE = mmap.PAGESIZE
 HUGE = 4 << 20
@@ -179,7 +182,9 @@ def address_range_of_registered(driver: Driver) -> Answer:
     start, ptr = map_pages(16), driver.malloc(0, 16 * PAGE)
     driver.host_register(start, 4 * PAGE)
     inside = driver.host_device_pointer(start, 0) + PAGE
-    return [_moved(driver, ptr, inside, 3 * PAGE), _moved(driver, ptr, inside, 4 * PAGE)]
+    known = driver.host_registration(start + PAGE)
+    said = [_moved(driver, ptr, inside, 3 * PAGE), _moved(driver, ptr, inside, 4 * PAGE)]
+    return [*said, None if known is None else [known.ptr - start, known.nbytes]]
 
 
 # -- copies ------------------------------------------------------------------------------------------------
@@ -200,6 +205,78 @@ def copy_zero_bytes(driver: Driver) -> Answer:
 def copy_out_of_bounds(driver: Driver) -> Answer:
     start, ptr = map_pages(HUGE // PAGE), driver.malloc(0, PAGE)
     return [_moved(driver, ptr, start, HUGE)]
+
+
+# -- graph capture -----------------------------------------------------------------------------------------
+def _capture(driver: Driver, mode: CaptureMode) -> Answer:
+    stream, ptr, start = driver.create_stream(0), driver.malloc(0, PAGE), map_pages(16)
+    event = driver.create_stream(0).record()
+    said = {"begin": answer(driver.begin_capture, stream, mode)}
+    said["malloc"] = answer(driver.malloc, 0, PAGE)
+    said["free"] = answer(driver.free, 0, ptr)
+    said["register"] = answer(driver.host_register, start, PAGE)
+    said["query"] = answer(event.query)
+    said["register other"] = answer(driver.host_register, start + 8 * PAGE, PAGE)
+    said["end"] = answer(driver.end_capture, stream)
+    return said
+
+
+@case
+def capture_global(driver: Driver) -> Answer:
+    return _capture(driver, CaptureMode.GLOBAL)
+
+
+@case
+def capture_thread_local(driver: Driver) -> Answer:
+    return _capture(driver, CaptureMode.THREAD_LOCAL)
+
+
+@case
+def capture_relaxed(driver: Driver) -> Answer:
+    return _capture(driver, CaptureMode.RELAXED)
+
+
+# -- fork --------------------------------------------------------------------------------------------------
+def in_a_child(action: Callable[[], Answer]) -> Answer:
+    """What a forked child says; None where it dies without a word."""
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            os.write(writer, json.dumps(action()).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as said:
+        text = said.read()
+    os.waitpid(child, 0)
+    return json.loads(text) if text else None
+
+
+@case
+def fork_child_uses_driver(driver: Driver) -> Answer:
+    driver.malloc(0, PAGE)
+    return in_a_child(lambda: [answer(driver.malloc, 0, PAGE)])
+
+
+@case
+def fork_then_parent_writes_registered_page(driver: Driver) -> Answer:
+    start, ptr, out = map_pages(1), driver.malloc(0, PAGE), map_pages(1)
+    _bytes(start, PAGE)[0] = 1
+    driver.host_register(start, PAGE)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:  # holds its copy of the page until the parent is through
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    _bytes(start, PAGE)[0] = 2
+    said = [_moved(driver, ptr, start, PAGE), _moved(driver, out, ptr, PAGE)]
+    os.close(writer)
+    os.waitpid(child, 0)
+    return [*said, int(_bytes(out, PAGE)[0])]
 
 
 # -- device memory -----------------------------------------------------------------------------------------
@@ -234,5 +311,10 @@ def misuse_leaves_the_device_usable(driver: Driver) -> Answer:
     return [*said, int(_bytes(out, PAGE).min()), answer(driver.free, 0, ptr)]
 
 
+def _open(kind: str) -> Driver:
+    return open_driver(kind, emulated=EmulatedOptions(device_count=2, device_memory=1 << 30))
+
+
 if __name__ == "__main__":
-    print(json.dumps(CASES[sys.argv[2]](open_driver(sys.argv[1]))))
+    for name in sys.argv[2:] or CASES:
+        print(json.dumps([name, in_a_child(lambda name=name: CASES[name](_open(sys.argv[1])))]))  # type: ignore[misc]

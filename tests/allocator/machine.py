@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -49,6 +49,11 @@ class Machine:
         self._device: list[tuple[int, int]] = []
         self._pinned: list[Registration] = []
         self.keep: list[Bytes] = []
+        self._last: list[Callable[[], None]] = []
+
+    def finally_do(self, action: Callable[[], None]) -> None:
+        """Do something at the end, once everything has been waited for."""
+        self._last.append(action)
 
     def stream(self, device: int = 0) -> Stream:
         stream = self.driver.create_stream(device)
@@ -89,6 +94,8 @@ class Machine:
         """Wait for everything and give it back, what a test has given back already excepted."""
         for device in range(self.driver.device_count):
             self.driver.synchronize(device)
+        for action in reversed(self._last):
+            action()
         for stream in self._streams:
             stream.close()
         for device, ptr in self._device:

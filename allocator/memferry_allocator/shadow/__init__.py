@@ -1,12 +1,35 @@
 """The unified shadow address space."""
 
-from .buffer import ShadowBuffer
-from .copier import Completion, Copier, DirectCopier, Direction
-from .eviction import EvictionPolicy, LeastRecentlyUsed, PlannedOrder
-from .partition import Partition
+from .buffer import (
+    ShadowBuffer,
+)
+from .copier import (
+    Completion,
+    Copier,
+    DirectCopier,
+    Direction,
+)
+from .eviction import (
+    EvictionPolicy,
+    LeastRecentlyUsed,
+    PlannedOrder,
+)
+from .hybrid import (
+    HybridBuffer,
+)
+from .partition import (
+    Partition,
+)
 from .space import ShadowSpace
-from .typed import ElementType, TypedView
-from .view import Mode, Place, View
+from .typed import (
+    ElementType,
+    TypedView,
+)
+from .view import (
+    Mode,
+    Place,
+    View,
+)
 
 __all__ = [
     "Completion",
@@ -15,6 +38,7 @@ __all__ = [
     "Direction",
     "ElementType",
     "EvictionPolicy",
+    "HybridBuffer",
     "LeastRecentlyUsed",
     "Mode",
     "Partition",
