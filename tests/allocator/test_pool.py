@@ -24,6 +24,7 @@ from memferry_allocator import (
     OutOfMemory,
     Span,
     Stream,
+    VirtualMemory,
 )
 
 from ..threads import in_threads
@@ -70,24 +71,41 @@ class Live:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Against the list of live blocks: everything else is free, and free neighbours are one block."""
+    """Against the list of live blocks: everything else is free, and free neighbours are one block.
+
+    A pool whose largest block is looked at after every call has always merged; one that is left alone keeps
+    blocks by size.
+    """
+
+    unit = 1  # bytes are drawn in these
 
     blocks = st.integers(0, 100)
     streams = st.integers(0, 2)
 
-    @initialize(seed=st.integers(0, 1000), eagerness=st.sampled_from([0.0, 0.3]), odd=st.integers(0, 255))
-    def begin(self, seed: int, eagerness: float, odd: int) -> None:
+    @initialize(
+        seed=st.integers(0, 1000),
+        eagerness=st.sampled_from([0.0, 0.3]),
+        odd=st.integers(0, 255),
+        watched=st.booleans(),
+    )
+    def begin(self, seed: int, eagerness: float, odd: int, watched: bool) -> None:
         self.machine = Machine(EmulatedDriver(EmulatedOptions(seed=seed, eagerness=eagerness)))
         self.driver = self.machine.driver
-        self.pool = DevicePool(self.driver, 0, 8 * KIB + odd)
-        self.stream = [self.machine.stream() for _ in range(3)]
+        self.free = self.driver.memory_info(0).free
+        self.pool = self.make_pool(odd)
+        owner = self.machine.stream()
+        borrowed = self.driver.stream_from_handle(0, int(owner.handle))
+        self.stream = [self.machine.stream(), self.machine.stream(), borrowed]
         self.live: list[Live] = []
-        self.peak = 0
         self.base = self.pool.allocate(1, stream=self.stream[0])
         self.pool.deallocate(self.base, 1, stream=self.stream[0])
         self.peak = ALIGNMENT
         self.value = 0
         self.sinks: list[tuple[Bytes, int]] = []
+        self.watched = watched
+
+    def make_pool(self, odd: int) -> DevicePool:
+        return DevicePool(self.driver, 0, 8 * KIB + odd)
 
     # -- the model --------------------------------------------------------------------------------------
     def gaps(self) -> list[tuple[int, int]]:
@@ -115,19 +133,32 @@ class PoolMachine(RuleBasedStateMachine):
     # -- the rules --------------------------------------------------------------------------------------
     @rule(nbytes=st.integers(1, 3000), s=streams)
     def allocate(self, nbytes: int, s: int) -> None:
-        fitting = [size for _, size in self.gaps() if size >= round_up(nbytes)]
-        if not fitting:
-            with pytest.raises(OutOfMemory) as caught:
-                self.pool.allocate(nbytes, stream=self.stream[s])
-            assert caught.value.size == round_up(nbytes)
-            assert (caught.value.used, caught.value.limit) == (self.used(), self.pool.nbytes)
+        nbytes *= self.unit
+        refusal = None
+        try:
+            ptr = self.pool.allocate(nbytes, stream=self.stream[s])
+        except OutOfMemory as error:
+            refusal = error
+        if refusal is not None:
+            assert refusal.size == round_up(nbytes)
+            assert (refusal.used, refusal.limit) == (self.used(), self.pool.maximum)
+            self.check_refused(round_up(nbytes))
             return
-        ptr = self.pool.allocate(nbytes, stream=self.stream[s])
         assert ptr % ALIGNMENT == 0
-        assert (ptr, min(fitting)) in self.gaps()  # the tightest, at its start
+        self.check_place(ptr, round_up(nbytes))
         self.live.append(Live(ptr, nbytes, 0, self.stream[s]))
         self.write(self.live[-1], self.stream[s])
         self.peak = max(self.peak, self.used())
+
+    def check_refused(self, size: int) -> None:
+        assert all(room < size for _, room in self.gaps())
+
+    def check_place(self, ptr: int, size: int) -> None:
+        fitting = [(start, room) for start, room in self.gaps() if room >= size]
+        if self.watched:
+            assert (ptr, min(room for _, room in fitting)) in fitting  # the tightest, at its start
+        else:
+            assert any(start <= ptr and ptr + size <= start + room for start, room in fitting)
 
     @precondition(lambda self: self.live)
     @rule(which=blocks, s=streams)
@@ -196,25 +227,73 @@ class PoolMachine(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             assert self.pool.used == self.used()
             assert self.pool.peak == self.peak
-            assert self.pool.largest_free == max((size for _, size in self.gaps()), default=0)
+            assert self.pool.used <= self.pool.reserved <= self.pool.reserved_peak <= self.pool.maximum
+            if self.watched:
+                self.check_largest()
+
+    def check_largest(self) -> None:
+        assert self.pool.largest_free == max((size for _, size in self.gaps()), default=0)
 
     def teardown(self) -> None:
         if not hasattr(self, "pool"):
             return
         while self.live:
             self.deallocate(0, False)
-        assert self.pool.largest_free == self.pool.nbytes  # one block again
-        free = self.driver.memory_info(0).free
+        self.check_whole()
+        assert self.driver.memory_info(0).free == self.free - self.pool.reserved
         self.pool.close()  # waits for what still uses the memory
-        assert self.driver.memory_info(0).free - free == self.pool.nbytes
+        assert self.driver.memory_info(0).free == self.free
         self.driver.synchronize(0)
         for sink, value in self.sinks:
             assert set(sink) == {value}
         self.machine.close()
 
+    def check_whole(self) -> None:
+        assert self.pool.largest_free == self.pool.nbytes  # one block again
 
-PoolMachine.TestCase.settings = settings(stateful_step_count=40, max_examples=3 * settings.default.max_examples)
+
+class GrowingPoolMachine(PoolMachine):
+    """A pool on virtual memory: what is free may be given back, and its place need not be filled again."""
+
+    unit = KIB
+
+    def make_pool(self, odd: int) -> DevicePool:
+        source = VirtualMemory(self.driver, 0, 64 * MIB)
+        return DevicePool(self.driver, 0, odd % 2 * MIB, maximum=8 * MIB, source=source)
+
+    @rule()
+    def trim(self) -> None:
+        before = self.pool.reserved
+        assert self.pool.trim() == before - self.pool.reserved
+
+    def check_place(self, ptr: int, size: int) -> None:
+        assert all(ptr + size <= block.ptr or block.ptr + round_up(block.nbytes) <= ptr for block in self.live)
+
+    def check_refused(self, size: int) -> None:
+        """No granule that is wholly free was held back."""
+        assert self.pool.largest_free < size
+        granules = {
+            granule
+            for block in self.live
+            for granule in range(block.ptr // (2 * MIB), (block.ptr + block.nbytes - 1) // (2 * MIB) + 1)
+        }
+        assert 2 * MIB * len(granules) + size > 8 * MIB - 2 * MIB
+
+    def check_largest(self) -> None:
+        assert self.pool.largest_free <= self.pool.reserved - self.pool.used
+
+    def check_whole(self) -> None:
+        self.pool.trim()
+        assert self.pool.reserved == self.pool.nbytes
+        assert self.pool.largest_free == self.pool.nbytes
+
+
+PoolMachine.TestCase.settings = settings(stateful_step_count=40, max_examples=2 * settings.default.max_examples)
 TestPoolMachine = PoolMachine.TestCase
+GrowingPoolMachine.TestCase.settings = settings(
+    stateful_step_count=40, max_examples=2 * settings.default.max_examples
+)
+TestGrowingPoolMachine = GrowingPoolMachine.TestCase
 
 
 # -- reuse in stream order ---------------------------------------------------------------------------------
@@ -314,13 +393,10 @@ def test_the_budget_is_exact(machine: Machine) -> None:
     assert machine.driver.memory_info(0).free == before
 
 
-@pytest.mark.parametrize("nbytes", [0, -1])
-def test_pools_and_allocations_of_nothing(machine: Machine, pool: DevicePool, nbytes: int) -> None:
-    with pytest.raises(InvalidRequestError):
-        DevicePool(machine.driver, 0, nbytes)
-    with pytest.raises(InvalidRequestError):
-        pool.allocate(nbytes, stream=machine.stream())
-    assert pool.used == 0
+@pytest.mark.parametrize(("nbytes", "maximum"), [(0, None), (-1, None), (-1, MIB), (0, 0), (MIB, KIB)])
+def test_pools_of_nothing(machine: Machine, nbytes: int, maximum: int | None) -> None:
+    with pytest.raises(InvalidRequestError, match="not more than zero bytes"):
+        DevicePool(machine.driver, 0, nbytes, maximum=maximum)
 
 
 def test_a_budget_that_the_device_does_not_have(emulate: Callable[..., Machine]) -> None:

@@ -30,7 +30,10 @@ LAZY = ArenaOptions(touch=False)
 
 
 class Forgetful(EmulatedDriver):
-    """Leaves out the n-th wait, be it of a stream or of the host."""
+    """Leaves out the n-th wait for an event, be it of a stream or of the host.
+
+    A source of memory also waits for the stream that gives it back; the pool has waited for every use by then.
+    """
 
     def __init__(self, forget: int | None, **options: Any) -> None:
         super().__init__(EmulatedOptions(**options))
@@ -47,9 +50,6 @@ class Forgetful(EmulatedDriver):
 
     def event_synchronize(self, event: Event) -> None:
         self._unless_forgotten("event_synchronize", lambda: super(Forgetful, self).event_synchronize(event))
-
-    def stream_synchronize(self, stream: Stream) -> None:
-        self._unless_forgotten("stream_synchronize", lambda: super(Forgetful, self).stream_synchronize(stream))
 
 
 class Work:

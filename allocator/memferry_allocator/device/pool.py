@@ -1,87 +1,89 @@
-"""A device pool with a byte budget: one slab, best fit, reuse in stream order."""
+"""A pool of device memory with a budget: best fit, reuse in stream order, growth from a source."""
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import functools
 import threading
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from ..driver import Driver, Event, Stream, require_stream
-from ..errors import AllocatorError, ClosedError, InvalidRequestError, OutOfMemory
+from ..driver import Driver, Event, Stream
+from ..errors import CaptureError, ClosedError, InvalidRequestError, OutOfMemory
 from ..sizes import align_up, format_size
+from .blocks import Block, FreeBlocks
+from .marks import Mark
+from .requests import block_size, refuse_capture, refuse_pointer, usable_stream
+from .resource import MemoryResource
+from .segments import Segments, release_quietly
+from .sources import DriverMemory
 
-ALIGNMENT = 256
-
-
-class _Use(NamedTuple):
-    """Until when a stream may still be using a part of a free range."""
-
-    start: int
-    end: int
-    stream: Stream
-    event: Event
+_NAME = "device pool"
 
 
-@dataclass(eq=False)
-class _Block:
-    """A free range.  Its uses stay exact when ranges merge and split, so nobody waits for a neighbour's."""
-
-    start: int
-    nbytes: int
-    uses: list[_Use] = field(default_factory=list)
-
-    @property
-    def end(self) -> int:
-        return self.start + self.nbytes
-
-    def last_events(self, end: int) -> dict[Stream, Event]:
-        """The last event of every stream that may still be using something before `end`."""
-        last: dict[Stream, Event] = {}
-        for use in self.uses:
-            if use.start < end:
-                known = last.get(use.stream)
-                if known is None or known.sequence < use.event.sequence:
-                    last[use.stream] = use.event
-        return last
-
-
-class DevicePool:
-    """Device memory of a fixed budget, reserved at once.
+class DevicePool(MemoryResource):
+    """Device memory within a budget.
 
     ``allocate`` gives memory that may be used on the stream named there at once.  ``deallocate`` says on
     which stream the last use was enqueued; a later allocation on the same stream needs no waiting, one on
-    another stream is ordered behind that use by an event.  Blocks are 256-byte aligned; free neighbours
-    merge.  Thread-safe.
+    another stream is ordered behind that use by an event.  Thread-safe, also for what a garbage collection
+    gives back in the middle of a call.
 
     Parameters
     ----------
     driver : Driver
     device : int
     nbytes : int
-        The budget: exactly this much device memory is taken.
+        Taken at once, exactly, and kept until `close`; whole granules of a source that joins them.  May be 0
+        if `maximum` is given.
+    maximum : int, optional
+        What the pool may grow to; `nbytes` by default, which makes it one slab that never changes.
+    source : MemoryResource, optional
+        Where its memory comes from; plain driver memory by default.  `VirtualMemory` lets it grow in one
+        piece.  The pool does not close it.
+
+    Notes
+    -----
+    Freed blocks wait in a list by size for the next request of that size on their stream, which costs two
+    dictionary operations.  They merge with their neighbours when a request does not find its size.
     """
 
-    def __init__(self, driver: Driver, device: int, nbytes: int) -> None:
-        if nbytes <= 0:
-            raise InvalidRequestError(f"device pool: {nbytes} is not more than zero bytes")
+    def __init__(
+        self,
+        driver: Driver,
+        device: int,
+        nbytes: int,
+        *,
+        maximum: int | None = None,
+        source: MemoryResource | None = None,
+    ) -> None:
+        maximum = nbytes if maximum is None else maximum
+        if nbytes < 0 or maximum <= 0 or maximum < nbytes:
+            raise InvalidRequestError(
+                f"device pool: {nbytes} is not more than zero bytes, or more than its maximum of {maximum}"
+            )
+        source = DriverMemory(driver, device) if source is None else source
+        if source.driver is not driver or source.device != device:
+            raise InvalidRequestError("device pool: its source is memory of another device")
         self.driver = driver
         self.device = device
-        self.nbytes = nbytes
-        self._lock = threading.Lock()
-        self._base = driver.malloc(device, nbytes)
-        self._free: list[_Block] = [_Block(self._base, nbytes)]
-        self._live: dict[int, int] = {}
+        self.nbytes = align_up(nbytes, source.granularity) if source.joins else nbytes
+        self.maximum = max(maximum, self.nbytes)
+        self.source = source
+        self._lock = threading.RLock()
+        self._trimming = threading.RLock()  # taken before the other one
+        self._live: dict[int, Block] = {}
+        self._caches: dict[Stream, dict[int, list[Block]]] = {}
+        self._returned: list[Block] = []
+        self._open: dict[Stream, Mark] = {}
+        self._free = FreeBlocks()
+        self._segments = Segments(source)
         self._used = 0
         self._peak = 0
         self._closed = False
-        self._finalizer = weakref.finalize(
-            self, driver.finalise, functools.partial(_free_quietly, driver, device, self._base)
-        )
+        if nbytes:
+            self._free.add(self._segments.first(self.nbytes))
+        release = functools.partial(release_quietly, source, self._segments.held)
+        self._finalizer = weakref.finalize(self, driver.finalise, release)
         self._finalizer.atexit = False
 
     @property
@@ -95,41 +97,94 @@ class DevicePool:
         return self._peak
 
     @property
+    def reserved(self) -> int:
+        """Bytes taken from the source now."""
+        return self._segments.nbytes
+
+    @property
+    def reserved_peak(self) -> int:
+        """Most bytes taken from the source at once so far."""
+        return self._segments.peak
+
+    @property
     def largest_free(self) -> int:
-        """Bytes of the largest single block that could be allocated now."""
+        """Bytes of the largest single block that could be allocated now without growing."""
         with self._lock:
-            return self._largest()
+            self._merge()
+            return self._free.largest
 
+    # -- allocating -----------------------------------------------------------------------------------
     def allocate(self, nbytes: int, *, stream: Stream) -> int:
-        """A device pointer to ``nbytes`` bytes, usable in `stream`'s order from now on.
-
-        Raises
-        ------
-        OutOfMemory
-            No free block is large enough; nothing was changed.
-        """
-        require_stream(stream, self.device)
-        if nbytes <= 0:
-            raise InvalidRequestError(f"device pool: cannot allocate {nbytes} bytes")
-        size = align_up(nbytes, ALIGNMENT)
+        """See `MemoryResource.allocate`."""
+        driver = self.driver
+        driver.require_usable()
+        if stream.__class__ is not Stream or stream.device != self.device or stream.driver is not driver:
+            usable_stream(stream, driver, self.device, _NAME)
+        if driver.is_capturing(stream):
+            refuse_capture(_NAME)
+        size = nbytes + 255 & -256 if nbytes.__class__ is int and nbytes > 0 else block_size(nbytes, _NAME)
         with self._lock:
-            if self._closed:
-                raise ClosedError("device pool: it was closed")
-            block = min(
-                (block for block in self._free if block.nbytes >= size),
-                key=lambda block: block.nbytes,
-                default=None,
-            )
-            if block is None:
-                raise self._out_of_memory(size)
-            for event in block.last_events(block.start + size).values():
-                stream.wait(event)
-            self._take(block, size)
-            self._live[block.start] = size
-            self._used += size
-            self._peak = max(self._peak, self._used)
-            return block.start
+            try:
+                block = self._caches[stream][size].pop()
+            except (KeyError, IndexError):
+                pass
+            else:
+                self._live[block.start] = block
+                used = self._used = self._used + size
+                if used > self._peak:
+                    self._peak = used
+                return block.start
+        return self._allocate_slowly(size, stream)
 
+    def _allocate_slowly(self, size: int, stream: Stream) -> int:
+        may_make_room = True
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise ClosedError("device pool: it was closed")
+                if size == 0:
+                    return 0
+                found = self._find(size, stream)
+                if found is not None:
+                    return self._take(*found, size, stream)
+                if not (may_make_room and self._could_make_room(size)):
+                    raise self._out_of_memory(size)
+            self.trim()  # waits for the device, and so not under the lock
+            may_make_room = False
+
+    def _find(self, size: int, stream: Stream) -> tuple[Block, int] | None:
+        """A free block and where to cut `size` bytes out of it, after all have merged; growth comes last."""
+        self._merge()
+        return self._free.fit(size, stream) or self._grow(size, stream)
+
+    def _take(self, free: Block, start: int, size: int, stream: Stream) -> int:
+        for mark in free.marks(start, start + size):
+            mark.before(stream)
+        block = self._free.cut(free, start, size)
+        self._live[start] = block
+        self._used += size
+        self._peak = max(self._peak, self._used)
+        return start
+
+    def _grow(self, size: int, stream: Stream) -> tuple[Block, int] | None:
+        """What `_find` looks for, with the help of another segment, which continues the last one if it may."""
+        tail = self._free.ending_at(self._segments.end) if self.source.joins else None
+        lacking = [size]
+        if tail is not None and tail.opening(tail.size, stream) is not None:
+            lacking.insert(0, size - tail.size)
+        for nbytes in lacking:
+            block = self._segments.grow(nbytes, self.maximum, stream)
+            if block is None:
+                continue
+            if not self.source.host_ordered:
+                block.uses = [(block.start, block.end, self._mark(stream))]
+            self._free.add(block)
+            found = self._free.fit(size, stream)
+            if found is not None:
+                return found
+        return None
+
+    # -- giving back ----------------------------------------------------------------------------------
     def deallocate(
         self, ptr: int, nbytes: int, *, stream: Stream, uses: Mapping[Stream, Event] | None = None
     ) -> None:
@@ -146,76 +201,150 @@ class DevicePool:
         ------
         InvalidRequestError
             Not a live allocation of this size: freed twice, an interior pointer, or of another pool.
+        CaptureError
+            `stream` is being captured into a graph; nothing was changed.
         """
-        require_stream(stream, self.device)
-        size = align_up(nbytes, ALIGNMENT)
+        driver = self.driver
+        driver.require_usable()
+        if stream.__class__ is not Stream or stream.device != self.device or stream.driver is not driver:
+            usable_stream(stream, driver, self.device, _NAME)
+        if driver.is_capturing(stream):
+            refuse_capture(_NAME)
+        if uses is not None or not stream.owned:
+            self._deallocate_marked(ptr, nbytes, stream, uses)
+            return
+        size = (nbytes + 255) & -256 if nbytes.__class__ is int else block_size(nbytes, _NAME)
         with self._lock:
-            if self._live.get(ptr) != size:
-                raise InvalidRequestError(
-                    f"device pool: {ptr:#x} with {nbytes} bytes is not a live allocation here; it was freed "
-                    "twice, or pointer and size do not belong together"
-                )
-            last = {stream: stream.record()} if uses is None else uses
-            del self._live[ptr]
+            block = self._live.pop(ptr, None)
+            if block is None or block.size != size:
+                self._refuse(ptr, nbytes, block)
+                return
             self._used -= size
-            self._give(_Block(ptr, size, [_Use(ptr, ptr + size, *use) for use in last.items()]))
+            try:
+                self._caches[stream][size].append(block)
+            except KeyError:
+                self._caches.setdefault(stream, {})[size] = [block]
+
+    def _deallocate_marked(
+        self, ptr: int, nbytes: int, stream: Stream, uses: Mapping[Stream, Event] | None
+    ) -> None:
+        """Give back what others may have events for, or a stream that may be gone when one is needed."""
+        size = block_size(nbytes, _NAME)
+        marks = self._marks(stream, uses)
+        with self._lock:
+            block = self._live.pop(ptr, None)
+            if block is None or block.size != size:
+                self._refuse(ptr, nbytes, block)
+                return
+            self._used -= size
+            block.uses = [(block.start, block.end, mark) for mark in marks]
+            if uses is None:
+                self._caches.setdefault(stream, {}).setdefault(size, []).append(block)
+            else:
+                self._returned.append(block)
+
+    def _marks(self, stream: Stream, uses: Mapping[Stream, Event] | None) -> list[Mark]:
+        if uses is None:
+            return [Mark(self.driver, stream, stream.record())]
+        if uses:
+            return [Mark(self.driver, other, event) for other, event in uses.items()]
+        token = self.driver.publish()
+        return [] if token is None else [Mark(self.driver, None, token=token)]
+
+    def _refuse(self, ptr: int, nbytes: int, block: Block | None) -> None:
+        if block is not None:
+            self._live[ptr] = block
+        elif ptr == 0 and nbytes == 0:
+            return
+        refuse_pointer(_NAME, ptr, nbytes)
+
+    def trim(self) -> int:
+        """Give memory that nobody uses back to the source, except the first `nbytes`; the bytes given back.
+
+        Blocks the calling thread until work on that memory is done.  What was used on a stream that is
+        being captured is kept.
+        """
+        self.driver.require_usable()
+        with self._trimming:
+            with self._lock:
+                self._merge()
+                detached = self._segments.detach(self._free)
+            for _, marks in detached:
+                for mark in marks:
+                    mark.settle()
+            with self._lock:
+                return self._segments.release([segment for segment, _ in detached])
 
     def close(self) -> None:
-        """Free the slab.  All allocations must be back and their work done; a second call does nothing."""
-        with self._lock:
+        """Give everything back.  All allocations must be back, and their work is waited for.
+
+        A second call does nothing.
+
+        Raises
+        ------
+        InvalidRequestError
+            Allocations are still live.
+        CaptureError
+            A stream that used the memory last is being captured.
+        """
+        self.driver.require_usable()
+        with self._trimming, self._lock:
             if self._closed:
                 return
             if self._live:
                 raise InvalidRequestError(f"device pool: {len(self._live)} allocations are still live")
-            for block in self._free:
-                for event in block.last_events(block.end).values():
-                    event.synchronize()
-            self.driver.free(self.device, self._base)
+            self._merge()
+            marks = {mark for block in self._free for _, _, mark in block.uses}
+            if not all(mark.reachable for mark in marks):
+                raise CaptureError("device pool: a stream that used it is being captured; close it afterwards")
+            for mark in marks:
+                mark.settle()
+            self._segments.release(list(self._segments.held))
             self._finalizer.detach()
             self._closed = True
+            self._free = FreeBlocks()
+            self._open.clear()
 
-    def _largest(self) -> int:
-        return max((block.nbytes for block in self._free), default=0)
+    # -- inside ---------------------------------------------------------------------------------------
+    def _merge(self) -> None:
+        """Let everything that was given back merge with its neighbours."""
+        returned, self._returned = self._returned, []  # exchanged at once: a finaliser may give back meanwhile
+        for block in returned:
+            self._free.add(block)
+        caches, self._caches = self._caches, {}
+        for stream, cache in caches.items():
+            mark = self._mark(stream) if stream.owned else None
+            for blocks in cache.values():
+                for block in blocks:
+                    if mark is not None:
+                        block.uses = [(block.start, block.start + block.size, mark)]
+                    self._free.add(block)
+        self._open = {stream: mark for stream, mark in self._open.items() if mark.open}
 
-    def _take(self, block: _Block, size: int) -> None:
-        index = bisect.bisect_left(self._free, block.start, key=lambda other: other.start)
-        if block.nbytes == size:
-            del self._free[index]
-        else:
-            start = block.start + size
-            uses = [use._replace(start=max(use.start, start)) for use in block.uses if use.end > start]
-            self._free[index] = _Block(start, block.nbytes - size, uses)
+    def _mark(self, stream: Stream) -> Mark:
+        """The mark for what `stream` has done so far."""
+        mark = self._open.get(stream)
+        if mark is None or not mark.open:
+            event = None if stream.owned else stream.record()
+            mark = self._open[stream] = Mark(self.driver, stream, event)
+        return mark
 
-    def _give(self, block: _Block) -> None:
-        index = bisect.bisect_left(self._free, block.start, key=lambda other: other.start)
-        for neighbour in (index, index - 1):
-            if 0 <= neighbour < len(self._free) and _touches(self._free[neighbour], block):
-                block = _merge(self._free.pop(neighbour), block)
-        bisect.insort(self._free, block, key=lambda other: other.start)
+    def _could_make_room(self, size: int) -> bool:
+        """Whether `size` bytes might be had after unused segments went back."""
+        unused = sum(segment.nbytes for _, inside in self._segments.unused(self._free) for segment in inside)
+        return unused > 0 and self._segments.nbytes - unused + size <= self.maximum
 
     def _out_of_memory(self, size: int) -> OutOfMemory:
-        largest = self._largest()
-        return OutOfMemory(
+        cause = self._segments.refusal
+        error = OutOfMemory(
             f"device pool: asked for {format_size(size)}, {format_size(self._used)} of "
-            f"{format_size(self.nbytes)} in use, largest free block {format_size(largest)}; "
+            f"{format_size(self.maximum)} in use, largest free block {format_size(self._free.largest)}, "
+            f"{format_size(self._segments.nbytes)} reserved; "
             "release or evict something, or make the pool larger",
             size=size,
             used=self._used,
-            limit=self.nbytes,
-            budget="device pool",
+            limit=self.maximum,
+            budget=_NAME,
         )
-
-
-def _free_quietly(driver: Driver, device: int, base: int) -> None:
-    """Free the slab of a pool that nobody closed, once its work is done; a finaliser has nobody to tell."""
-    with contextlib.suppress(AllocatorError):
-        driver.synchronize_all()
-        driver.free(device, base)
-
-
-def _touches(one: _Block, other: _Block) -> bool:
-    return one.end == other.start or other.end == one.start
-
-
-def _merge(one: _Block, other: _Block) -> _Block:
-    return _Block(min(one.start, other.start), one.nbytes + other.nbytes, one.uses + other.uses)
+        error.__cause__ = cause
+        return error

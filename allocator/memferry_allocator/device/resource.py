@@ -15,12 +15,21 @@ class MemoryResource(ABC):
     driver : Driver
     device : int
         Whose memory it is.
+    granularity : int
+        Bytes of which this resource gives whole multiples without waste; what a pool on it grows by.
+    joins : bool
+        Whether two of its allocations that lie side by side may be used as one.
+    host_ordered : bool
+        Whether new memory may be used at once on every stream, not only on the one named.
 
     Thread-safe: memory may be given back by another thread than the one that asked for it.
     """
 
     driver: Driver
     device: int
+    granularity: int = 256
+    joins: bool = False
+    host_ordered: bool = False
 
     @abstractmethod
     def allocate(self, nbytes: int, *, stream: Stream) -> int:
@@ -49,3 +58,13 @@ class MemoryResource(ABC):
         CaptureError
             `stream` is being captured into a graph; nothing was changed.
         """
+
+    def close(self) -> None:
+        """Give back what the resource holds for itself, never what lies below it; a second call does nothing.
+
+        Raises
+        ------
+        InvalidRequestError
+            Memory that needs the resource is still allocated; nothing was changed.
+        """
+        return

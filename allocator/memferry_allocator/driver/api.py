@@ -449,7 +449,13 @@ class Driver(ABC):
         raise self._unsupported("graph capture")
 
     def is_capturing(self, stream: Stream) -> bool:
-        """Whether `stream` is being captured, by whomever; cheap, and harmless to the capture."""
+        """Whether `stream` is being captured, by whomever; cheap, and harmless to the capture.
+
+        Raises
+        ------
+        DriverError
+            The stream is closed, or of another driver.
+        """
         return False
 
     def beside_captures(self) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from .engine import Engine
 from .memory import Kind, Place
 from .monitor import Monitor
 from .options import EmulatedOptions
+from .order import join
 from .state import EventState, StreamState
 
 
@@ -120,6 +121,8 @@ class EmulatedCore(Driver):
         self._alive()
         state = require_stream(stream).handle
         if stream.driver is not self or not isinstance(state, StreamState) or state.closed:
+            if stream.driver is self and isinstance(state, StreamState):
+                join(self._engine.threads.clock, state.clock)  # who is told so knows that its work is done
             raise DriverError("CUDA_ERROR_INVALID_HANDLE", "stream", "closed, or of another driver")
         if state.device in self._lost:
             raise _lost("stream", state.device)
