@@ -46,12 +46,22 @@ from .errors import (
     MemFerryError,
     OutOfMemory,
     RaceError,
+    RegistrationError,
     UnsupportedError,
 )
 from .host import (
+    AdoptedRange,
     ArenaOptions,
+    Foreign,
     HostArena,
+    PinnedMemory,
+    PinnedRange,
+    Registration,
     RegistrationMap,
+    SharedArena,
+    SharedHandle,
+    adopt,
+    describe,
     registrations,
 )
 from .shadow import (
@@ -71,12 +81,10 @@ from .shadow import (
     TypedView,
     View,
 )
-from .sizes import (
-    format_size,
-    parse_size,
-)
+from .sizes import format_size, parse_size
 
 __all__ = [
+    "AdoptedRange",
     "AllocatorError",
     "ArenaOptions",
     "CaptureError",
@@ -100,6 +108,7 @@ __all__ = [
     "EmulatedOptions",
     "Event",
     "EvictionPolicy",
+    "Foreign",
     "ForkedError",
     "HostArena",
     "HybridBuffer",
@@ -114,14 +123,20 @@ __all__ = [
     "PageKind",
     "PageLocation",
     "Partition",
+    "PinnedMemory",
+    "PinnedRange",
     "Place",
     "PlannedOrder",
     "RaceError",
+    "Registration",
+    "RegistrationError",
     "RegistrationMap",
     "ReplayReport",
     "RetryingMemory",
     "ShadowBuffer",
     "ShadowSpace",
+    "SharedArena",
+    "SharedHandle",
     "SizeOnlyDriver",
     "Span",
     "Stream",
@@ -130,6 +145,8 @@ __all__ = [
     "UnsupportedError",
     "View",
     "VirtualMemory",
+    "adopt",
+    "describe",
     "format_size",
     "open_device",
     "open_driver",

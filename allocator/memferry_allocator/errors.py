@@ -95,6 +95,39 @@ class DeviceLostError(DriverError):
     """The device's context is gone: reset, destroyed, or broken by an earlier error.  Every handle is dead."""
 
 
+class RegistrationError(DriverError):
+    """Host memory could not be pinned; nothing was changed.
+
+    Attributes
+    ----------
+    address, nbytes : int
+        The range that was asked for.
+    pinned : int
+        Bytes that MemFerry had pinned through this driver already.
+    memlock_limit, cgroup_limit : int or None
+        What this process may lock, and what its control group may use; None without a limit.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        call: str,
+        detail: str,
+        *,
+        address: int,
+        nbytes: int,
+        pinned: int,
+        memlock_limit: int | None,
+        cgroup_limit: int | None,
+    ) -> None:
+        super().__init__(code, call, detail)
+        self.address = address
+        self.nbytes = nbytes
+        self.pinned = pinned
+        self.memlock_limit = memlock_limit
+        self.cgroup_limit = cgroup_limit
+
+
 class DriverOutOfMemory(OutOfMemory, DriverError):
     """The driver itself had no memory left for a request."""
 

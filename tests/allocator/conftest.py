@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memferry_allocator import EmulatedDriver, EmulatedOptions
+from memferry_allocator import Driver, EmulatedDriver, EmulatedOptions, open_driver
 
 from .machine import Machine
 from .shadow_world import World
@@ -39,3 +39,16 @@ def world(machine: Machine) -> Iterator[World]:
     world = World(machine)
     yield world
     world.close()
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def any_driver(request: pytest.FixtureRequest) -> Driver:
+    """Each driver in turn, the real one where there is a device."""
+    return EmulatedDriver(EmulatedOptions(eagerness=0.0)) if request.param == "emulated" else open_driver("cuda")
+
+
+@pytest.fixture
+def any_machine(any_driver: Driver) -> Iterator[Machine]:
+    machine = Machine(any_driver)
+    yield machine
+    machine.close()

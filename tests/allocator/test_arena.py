@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import itertools
 import mmap
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from memferry_allocator import (
     ArenaOptions,
     ClosedError,
+    DriverError,
     EmulatedDriver,
     HostArena,
     InvalidRequestError,
@@ -27,8 +29,10 @@ from memferry_allocator import (
     Span,
     registrations,
 )
-from memferry_allocator.host import libc
+from memferry_allocator.host import libc, numa
+from memferry_allocator.host.pages import HostPages
 
+from ..threads import in_threads
 from .machine import Machine, pattern, refused
 from .test_open_driver import in_a_process
 from .test_registration import Counting
@@ -256,6 +260,253 @@ def test_threads_make_the_first_arenas_together() -> None:
     assert said == "8"
 
 
+# -- parts that are given back -----------------------------------------------------------------------------
+def test_parts_are_used_again() -> None:
+    arena = HostArena(EmulatedDriver(), 16 * PAGE, LAZY)
+    one, other = arena.allocate(3 * PAGE), arena.allocate(PAGE)
+    assert arena.used == arena.peak == 4 * PAGE
+    arena.deallocate(one)
+    assert arena.used == PAGE
+    assert arena.allocate(2 * PAGE).ptr == one.ptr
+    assert arena.allocate(PAGE).ptr == one.ptr + 2 * PAGE  # the smallest part that has it
+    arena.deallocate(other)
+    assert (arena.used, arena.peak, arena.largest_free) == (3 * PAGE, 4 * PAGE, 13 * PAGE)
+
+
+def test_free_neighbours_merge() -> None:
+    arena = HostArena(EmulatedDriver(), 8 * PAGE, LAZY)
+    parts = [arena.allocate(PAGE) for _ in range(8)]
+    assert arena.largest_free == 0
+    for index in (1, 5, 3, 2, 4):
+        arena.deallocate(parts[index])
+    assert arena.largest_free == 5 * PAGE
+    assert arena.allocate(5 * PAGE).ptr == parts[1].ptr
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda part, arena: part,  # twice
+        lambda part, arena: Span(part.ptr + 256, 100),
+        lambda part, arena: Span(part.ptr, 99),
+        lambda part, arena: arena.cut(100),
+        lambda part, arena: HostArena(EmulatedDriver(), PAGE, LAZY).allocate(100),
+        lambda part, arena: Span(12345, 0),
+    ],
+    ids=["twice", "interior", "size", "cut", "another arena", "empty"],
+)
+def test_what_is_not_allocated_cannot_be_given_back(wrong: Callable[[Span, HostArena], Span]) -> None:
+    arena = HostArena(EmulatedDriver(), 4 * PAGE, LAZY)
+    part, kept = arena.allocate(1000), arena.allocate(2000)
+    arena.deallocate(part)
+    span = wrong(part, arena)
+    used = arena.used
+    with pytest.raises(InvalidRequestError, match="not allocated here"):
+        arena.deallocate(span)
+    assert arena.used == used
+    arena.deallocate(kept)
+
+
+def test_nothing_can_be_allocated_and_given_back() -> None:
+    arena = HostArena(EmulatedDriver(), PAGE, LAZY)
+    empty = arena.allocate(0)
+    assert empty.nbytes == arena.used == 0
+    arena.deallocate(empty)
+
+
+@pytest.mark.parametrize(("nbytes", "alignment"), [(-1, 256), (1, 0), (1, 3), (1.5, 256), ("1", 256)])
+def test_allocations_that_cannot_be(nbytes: int, alignment: int) -> None:
+    arena = HostArena(EmulatedDriver(), PAGE, LAZY)
+    with pytest.raises(InvalidRequestError):
+        arena.allocate(nbytes, alignment=alignment)
+    assert arena.used == 0
+
+
+def test_reuse_waits_for_the_work_on_these_bytes(machine: Machine) -> None:
+    """And for no other: a host that writes too early races with the device."""
+    driver = machine.driver
+    arena = HostArena(driver, 4 * PAGE, LAZY)
+    busy, other = machine.stream(), machine.stream()
+    one, two = arena.allocate(PAGE), arena.allocate(PAGE)
+    ptr = machine.device(PAGE)
+    arena.array(one)[:] = 5
+    driver.copy(ptr, one.ptr, PAGE, stream=busy)
+    arena.deallocate(one, uses={busy: busy.record()})
+    driver.fill(driver.host_device_pointer(two.ptr, 0), 1, PAGE, stream=other)
+    arena.deallocate(two, uses={other: other.record()})
+    again = arena.allocate(PAGE)
+    assert again == one
+    with driver.host_access(writes=[again]):
+        arena.array(again)[:] = 6
+    with pytest.raises(RaceError), driver.host_access(reads=[two]):
+        pass  # its own work is still under way
+    both = arena.allocate(3 * PAGE)
+    with driver.host_access(writes=[both]):
+        pass
+    assert set(machine.read(ptr, PAGE)) == {5}
+
+
+def test_a_part_whose_work_cannot_be_waited_for_stays_free(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena, stream = HostArena(machine.driver, PAGE, LAZY), machine.stream()
+    arena.deallocate(arena.allocate(PAGE), uses={stream: stream.record()})
+
+    def fail(event: object) -> None:
+        raise DriverError("CUDA_ERROR_LAUNCH_FAILED", "event_synchronize")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(machine.driver, "event_synchronize", fail)
+        for take in (arena.allocate, arena.cut):
+            with refused("LAUNCH_FAILED"):
+                take(PAGE)
+            assert arena.used == 0
+    arena.deallocate(arena.allocate(PAGE))
+
+
+def test_cuts_and_allocations_share_the_arena() -> None:
+    arena = HostArena(EmulatedDriver(), 4 * PAGE, LAZY)
+    cut, part = arena.cut(PAGE), arena.allocate(PAGE)
+    after = arena.cut(PAGE)
+    assert [cut.ptr, part.ptr, after.ptr] == [arena.address + at * PAGE for at in range(3)]
+    arena.deallocate(part)
+    assert arena.cut(PAGE).ptr == arena.address + 3 * PAGE  # cuts go on, allocations fill the holes
+    with pytest.raises(OutOfMemory):
+        arena.cut(PAGE)
+    assert arena.allocate(PAGE) == part
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.integers(1, 9000), st.sampled_from([1, 64, 256, 4096])),
+            st.integers(0, 30),
+        ),
+        max_size=60,
+    )
+)
+def test_parts_never_overlap_and_all_comes_back(steps: list[tuple[int, int] | int]) -> None:
+    arena, live = HostArena(EmulatedDriver(), 16 * PAGE, LAZY), list[Span]()
+    for step in steps:
+        if isinstance(step, tuple):
+            nbytes, alignment = step
+            if arena.largest_free < nbytes:
+                with pytest.raises(OutOfMemory) as caught:
+                    arena.allocate(nbytes, alignment=alignment)
+                assert (caught.value.size, caught.value.used) == (nbytes, arena.used)
+                assert (caught.value.limit, caught.value.budget) == (arena.nbytes, "host arena")
+                continue
+            if arena.largest_free < nbytes + alignment:
+                continue  # it depends on where the free part begins
+            part = arena.allocate(nbytes, alignment=alignment)
+            assert part.nbytes == nbytes
+            assert part.ptr % alignment == 0
+            assert arena.address <= part.ptr
+            assert part.ptr + nbytes <= arena.address + arena.nbytes
+            assert all(part.ptr + nbytes <= other.ptr or other.ptr + other.nbytes <= part.ptr for other in live)
+            live.append(part)
+        elif live:
+            arena.deallocate(live.pop(step % len(live)))
+        assert arena.used == sum(part.nbytes for part in live) <= arena.peak
+    for part in live:
+        arena.deallocate(part)
+    assert arena.largest_free == arena.nbytes
+
+
+def test_threads_allocate_and_give_back_each_others() -> None:
+    arena, lock, shared = HostArena(EmulatedDriver(), 4 * MIB, LAZY), threading.Lock(), list[Span]()
+
+    def work(number: int) -> None:
+        for turn in range(150):
+            part = arena.allocate(100 + 700 * number)
+            arena.array(part)[:] = number
+            assert set(arena.array(part)) == {number}
+            with lock:
+                shared.append(part)
+                other = shared.pop(0) if turn % 2 else None
+            if other is not None:
+                arena.deallocate(other)
+
+    in_threads(6, work)
+    for part in shared:
+        arena.deallocate(part)
+    assert (arena.used, arena.largest_free) == (0, arena.nbytes)
+
+
+# -- NUMA nodes and chunks ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("online", "nodes"), [("0", (0,)), ("0-1", (0, 1)), ("0,2-4", (0, 2, 3, 4)), (None, (0,))]
+)
+def test_online_nodes(tmp_path: Path, online: str | None, nodes: tuple[int, ...]) -> None:
+    if online is not None:
+        (tmp_path / "online").write_text(f"{online}\n")
+    assert numa.online_nodes(tmp_path) == nodes
+
+
+def test_one_node_needs_no_binding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numa, "online_nodes", lambda: (0,))
+    monkeypatch.setattr(libc, "bind", None)
+    arena = HostArena(EmulatedDriver(), PAGE, ArenaOptions(numa_node=0))
+    assert any("only node 0" in note for note in arena.notes)
+    assert not any("NUMA" in note for note in HostArena(EmulatedDriver(), PAGE).notes)
+
+
+def test_pages_are_bound_before_they_are_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[tuple[Span, int, bool]] = []
+    monkeypatch.setattr(numa, "online_nodes", lambda: (0, 1))
+
+    def spy(where: int, nbytes: int, node: int) -> None:
+        bound.append((Span(where, nbytes), node, any(resident(where, nbytes))))
+
+    monkeypatch.setattr(libc, "bind", spy)
+    arena = HostArena(EmulatedDriver(), 3 * PAGE, ArenaOptions(numa_node=1))
+    assert bound == [(Span(arena.address, 3 * PAGE), 1, False)]
+    with pytest.raises(InvalidRequestError, match="no node 7"):
+        HostArena(EmulatedDriver(), PAGE, ArenaOptions(numa_node=7))
+
+
+def test_binding_that_is_not_allowed_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numa, "online_nodes", lambda: (0, 1))
+
+    def forbidden(*_: int) -> None:
+        raise PermissionError(errno.EPERM, "no")
+
+    monkeypatch.setattr(libc, "bind", forbidden)
+    arena = HostArena(EmulatedDriver(), PAGE, ArenaOptions(numa_node=1))
+    assert any("not allowed" in note for note in arena.notes)
+
+
+def test_the_kernel_binds() -> None:
+    """Where it lets us: the real call, on the node that every machine has."""
+    pages = HostPages(libc.map_anonymous(4 * PAGE), 4 * PAGE)
+    said = ""
+    for node in (0, 1000):
+        try:
+            libc.bind(pages.address, 4 * PAGE, node)
+        except OSError as error:
+            said += f"{node}: {errno.errorcode[error.errno or 0]} "
+    assert said in ("1000: EINVAL ", "0: EPERM 1000: EPERM ", "0: ENOSYS 1000: ENOSYS ")
+
+
+def test_large_arenas_are_registered_in_chunks() -> None:
+    driver = Counting()
+    arena = HostArena(driver, 10 * PAGE, ArenaOptions(touch=False, max_chunk=4 * PAGE))
+    assert [nbytes for call, _, nbytes in driver.calls if call == "register"] == [4 * PAGE, 4 * PAGE, 2 * PAGE]
+    assert registrations(driver).device_ptr(arena.address, 0, arena.nbytes)
+
+
+@pytest.mark.parametrize("wrong", [{"threads": -1}, {"numa_node": -1}, {"max_chunk": 0}])
+def test_options_that_cannot_be(wrong: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequestError, match="arena"):
+        ArenaOptions(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("nbytes", [1.0, "1", None])
+def test_sizes_are_integers(nbytes: object) -> None:
+    with pytest.raises(InvalidRequestError, match="give an integer"):
+        HostArena(EmulatedDriver(), nbytes)  # type: ignore[arg-type]
+
+
 # -- life --------------------------------------------------------------------------------------------------
 def test_pages_live_as_long_as_an_array_of_them(unmapped: list[Span]) -> None:
     driver = EmulatedDriver()
@@ -435,8 +686,8 @@ def test_the_end_of_the_process_undoes_nothing() -> None:
     assert said == "end"
 
 
-def test_devices_see_what_the_host_wrote(emulate: Callable[..., Machine]) -> None:
-    machine = emulate()
+def test_devices_see_what_the_host_wrote(any_machine: Machine) -> None:
+    machine = any_machine
     arena = HostArena(machine.driver, MIB)
     span, stream, ptr = arena.cut(10_000), machine.stream(), machine.device(10_000)
     arena.array(span)[:] = pattern(10_000)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memferry_allocator import (
+    Driver,
     DriverError,
     EmulatedDriver,
     InvalidRequestError,
@@ -135,14 +136,62 @@ def test_an_interruption_undoes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (known.nbytes, driver.registered) == (0, 0)
 
 
-def test_overlaps_are_refused_whole() -> None:
+def test_only_the_gaps_reach_the_driver() -> None:
     driver, data = Counting(), pages(1200)
     known, start = RegistrationMap(driver, max_chunk=300), address(data)
-    held = known.register(start + 700, 100)
-    with refused("HOST_MEMORY_ALREADY_REGISTERED"):
-        known.register(start, 1200)
-    assert known.nbytes == driver.registered == 100
-    held.close()
+    inner = known.register(start + 700, 100)
+    driver.calls.clear()
+    whole = known.register(start, 1200)
+    assert [(where - start, size) for _, where, size in driver.calls] == [
+        (0, 300), (300, 300), (600, 100), (800, 300), (1100, 100),
+    ]  # fmt: skip
+    assert [chunk.ptr - start for chunk in whole.chunks] == [0, 300, 600, 700, 800, 1100]
+    inner.close()
+    assert known.nbytes == driver.registered == 1200  # the whole one still needs it
+    whole.close()
+    assert known.nbytes == driver.registered == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "gaps"),
+    [
+        ((100, 200), (100, 200), []),  # the same
+        ((100, 200), (150, 50), []),  # inside
+        ((100, 200), (100, 100), []),
+        ((100, 200), (200, 100), []),
+        ((100, 200), (50, 300), [(50, 50), (300, 50)]),  # containing
+        ((100, 200), (50, 100), [(50, 50)]),  # overlapping
+        ((100, 200), (250, 100), [(300, 50)]),
+        ((100, 200), (300, 100), [(300, 100)]),  # adjacent
+        ((100, 200), (0, 100), [(0, 100)]),
+        ((16, 64), (128, 64), [(128, 64)]),  # neighbours in one page
+    ],
+)
+@pytest.mark.parametrize("first_closed_first", [True, False])
+def test_ranges_are_counted(
+    any_driver: Driver,
+    first: tuple[int, int],
+    second: tuple[int, int],
+    gaps: list[tuple[int, int]],
+    first_closed_first: bool,
+) -> None:
+    data = pages(PAGE)
+    known, start = RegistrationMap(any_driver), address(data)
+    one = known.register(start + first[0], first[1])
+    before = known.nbytes
+    other = known.register(start + second[0], second[1])
+    assert known.nbytes - before == sum(size for _, size in gaps)
+    assert known.covers(start + first[0], first[1])
+    assert known.covers(start + second[0], second[1])
+    for held in (one, other) if first_closed_first else (other, one):
+        assert any_driver.host_registration(held.address) is not None
+        held.close()
+        assert held.closed
+        left = {one: first, other: second}
+        for still, (at, size) in left.items():
+            assert still.closed or known.covers(start + at, size)
+    assert known.nbytes == 0
+    assert any_driver.host_registration(start + second[0]) is None
 
 
 def test_the_end_of_a_mapping() -> None:
@@ -204,21 +253,25 @@ def test_split_and_covers(
     """Pieces are the range, in order and without gaps, and each lies in one chunk or in none."""
     data, driver = pages(WORLD), EmulatedDriver()
     known, start = RegistrationMap(driver, max_chunk=max_chunk), address(data)
-    chunk_of: list[object] = [None] * WORLD  # which chunk each byte is in
+    chunk_of: list[int] = [0] * WORLD  # which chunk each byte is in
+    holders: dict[int, set[int]] = {}
     held: list[Registration] = []
-    for at, nbytes in registered:
-        if any(chunk_of[at : at + nbytes]):
-            with refused("HOST_MEMORY_ALREADY_REGISTERED"):
-                known.register(start + at, nbytes)
-            continue
+    for index, (at, nbytes) in enumerate(registered):
         held.append(known.register(start + at, nbytes))
+        room = 0
         for byte in range(at, at + nbytes):
-            chunk_of[byte] = (at, (byte - at) // max_chunk)
+            if chunk_of[byte] == 0:
+                if room == 0 or chunk_of[byte - 1] != len(holders):
+                    holders[len(holders) + 1], room = set(), max_chunk
+                chunk_of[byte] = len(holders)
+                room -= 1
+            holders[chunk_of[byte]].add(index)
     for index in closed:
         if index < len(held):
             held[index].close()
-            at = held[index].address - start
-            chunk_of[at : at + held[index].nbytes] = [None] * held[index].nbytes
+            for holding in holders.values():
+                holding.discard(index)
+    chunk_of = [chunk if holders.get(chunk) else 0 for chunk in chunk_of]
 
     at, nbytes = asked
     pieces = [(piece.ptr - start, piece.nbytes) for piece in known.split(start + at, nbytes)]
@@ -258,9 +311,10 @@ def test_a_registration_may_be_closed_by_a_collection_inside_the_map(monkeypatch
         called(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(driver, "_called", collect)
-    known.register(address(data), PAGE)
+    kept = known.register(address(data), PAGE)
     assert known.nbytes == driver.registered == PAGE
     assert known.covers(address(data), PAGE)
+    assert not kept.closed
 
 
 def test_copies_go_where_the_pieces_are(emulate: Callable[..., Machine]) -> None:

@@ -458,6 +458,13 @@ class Driver(ABC):
         """
         return False
 
+    def capture_under_way(self) -> bool:
+        """Whether a capture begun here has not ended: to wait for its device would break it.
+
+        Those that a framework begins by itself are not known; `is_capturing` asks about one stream.
+        """
+        return False
+
     def beside_captures(self) -> AbstractContextManager[None]:
         """Calls inside that a capture on another stream would forbid are allowed, and leave it unharmed."""
         return nullcontext()

@@ -1,6 +1,25 @@
 """Host memory that accelerators reach."""
 
+from .adopt import AdoptedRange, adopt
 from .arena import ArenaOptions, HostArena
-from .registration import Registration, RegistrationMap, registrations
+from .describe import PinnedMemory, PinnedRange, describe
+from .handle import Registration
+from .ledger import Foreign
+from .registration import RegistrationMap, registrations
+from .shared import SharedArena, SharedHandle
 
-__all__ = ["ArenaOptions", "HostArena", "Registration", "RegistrationMap", "registrations"]
+__all__ = [
+    "AdoptedRange",
+    "ArenaOptions",
+    "Foreign",
+    "HostArena",
+    "PinnedMemory",
+    "PinnedRange",
+    "Registration",
+    "RegistrationMap",
+    "SharedArena",
+    "SharedHandle",
+    "adopt",
+    "describe",
+    "registrations",
+]

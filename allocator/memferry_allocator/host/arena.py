@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import mmap
-import os
+import operator
 import threading
-import weakref
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from ..driver import Driver, Span
-from ..errors import AllocatorError, ClosedError, InvalidRequestError, OutOfMemory
+from ..driver import Driver, Event, Span, Stream
+from ..errors import ClosedError, InvalidRequestError, OutOfMemory
 from ..sizes import align_up, format_size
-from . import libc
-from .registration import Registration, registrations
+from . import libc, numa
+from .handle import Registration
+from .limits import require_memory
+from .pages import HostPages, as_array
+from .registration import MAX_CHUNK, registrations
+from .suballocator import SubAllocator, Taken, uses_of
 
-HUGE_PAGE = 2 << 20
 SLICE_ALIGNMENT = 256
 
 
@@ -37,16 +38,30 @@ class ArenaOptions:
         Pin the pages and map them into every device.
     threads : int
         Threads that touch pages; 0 takes the processors this process may use.
+    numa_node : int or None
+        Take the pages from this NUMA node.  `HostArena.notes` says where that could not be done.
+    max_chunk : int
+        Most bytes that are registered in one driver call.
     """
 
     huge_pages: bool = True
     touch: bool = True
     register: bool = True
     threads: int = 0
+    numa_node: int | None = None
+    max_chunk: int = MAX_CHUNK
+
+    def __post_init__(self) -> None:
+        if self.threads < 0:
+            raise InvalidRequestError(f"arena: {self.threads} threads; 0 takes all processors")
+        if self.numa_node is not None and self.numa_node < 0:
+            raise InvalidRequestError(f"arena: numa_node {self.numa_node} is not a node; None takes any")
+        if self.max_chunk <= 0:
+            raise InvalidRequestError(f"arena: max_chunk {self.max_chunk} is not more than zero bytes")
 
 
 class HostArena:
-    """One range of host pages, from which slices are cut in order.
+    """One range of host pages, parts of which are cut off for good or allocated and given back.
 
     The arena owns its pages, and whoever holds a slice's array keeps the arena: pages are unmapped only
     when no array of them is left, and after the work of every device.  Sizes are rounded up to whole pages
@@ -59,42 +74,80 @@ class HostArena:
         Size in bytes.
     options : ArenaOptions, optional
 
+    Attributes
+    ----------
+    address, nbytes : int
+        Where the pages are, and their size in bytes.
+    huge_pages : bool
+        Whether the kernel has agreed to huge pages.
+    notes : tuple of str
+        What was asked for and could not be had, in words.
+    registration : Registration or None
+
     Raises
     ------
     OutOfMemory
-        The operating system has no such range.
-    DriverError
+        The operating system has no such range, or not the pages to touch.
+    RegistrationError
         The pages could not be registered; nothing is left mapped.
+    ForkedError
+        This process is a child of the one that opened the driver.
     """
 
     def __init__(self, driver: Driver, nbytes: int, options: ArenaOptions | None = None) -> None:
-        if nbytes <= 0:
+        driver.require_usable()
+        if _as_size(nbytes) <= 0:
             raise InvalidRequestError(f"arena: {nbytes} is not more than zero bytes")
         self.driver = driver
         self.options = options or ArenaOptions()
-        self.nbytes = align_up(nbytes, mmap.PAGESIZE)
-        self.address = _map_aligned(self.nbytes)
-        self.huge_pages = self.options.huge_pages and libc.advise_huge(self.address, self.nbytes)
+        self.nbytes = align_up(_as_size(nbytes), mmap.PAGESIZE)
+        if self.options.touch:
+            require_memory(self.nbytes, "host arena")
+        self._pages = HostPages.anonymous(self.nbytes)
+        self.address = self._pages.address
         self.registration: Registration | None = None
-        self._used = 0
         self._closed = False
         self._lock = threading.Lock()
+        self._parts = SubAllocator(self.address, self.nbytes)
+        self._live: dict[int, int] = {}
+        self._peak = 0
         try:
-            if self.options.touch:
-                _touch(self.address, self.nbytes, self.options.threads)
-            if self.options.register:
-                self.registration = registrations(driver).register(self.address, self.nbytes)
+            self._prepare()
         except BaseException:
-            libc.unmap(self.address, self.nbytes)
+            if registrations(driver).is_clear(self.address, self.nbytes):
+                self._pages.unmap()
             raise
-        release = functools.partial(_release, self.registration, self.address, self.nbytes, os.getpid())
-        self._finalizer = weakref.finalize(self, driver.finalise, release)
-        self._finalizer.atexit = False  # the pages go with the process; the driver may be going down
+
+    def _prepare(self) -> None:
+        options = self.options
+        self.huge_pages = options.huge_pages and libc.advise_huge(self.address, self.nbytes)
+        notes = [] if self.huge_pages == options.huge_pages else ["no huge pages: the kernel has none to give"]
+        if options.numa_node is not None:
+            notes.append(numa.bind(self.address, self.nbytes, options.numa_node))
+        self.notes = tuple(note for note in notes if note)
+        if options.touch:
+            self._pages.touch(options.threads)
+        if options.register:
+            self.registration = registrations(self.driver).register(
+                self.address, self.nbytes, owner=self._pages, name="HostArena", max_chunk=options.max_chunk
+            )
 
     @property
     def used(self) -> int:
-        """Bytes cut off so far, alignment included."""
-        return self._used
+        """Bytes cut off and allocated now, and what the alignment of cuts has left out."""
+        with self._lock:
+            return self.nbytes - self._parts.free
+
+    @property
+    def peak(self) -> int:
+        """Most bytes used at once so far."""
+        return self._peak
+
+    @property
+    def largest_free(self) -> int:
+        """Bytes of the largest part that could be allocated now."""
+        with self._lock:
+            return self._parts.largest
 
     @property
     def closed(self) -> bool:
@@ -103,30 +156,74 @@ class HostArena:
     def cut(self, nbytes: int, *, alignment: int = SLICE_ALIGNMENT) -> Span:
         """The next `nbytes` bytes of the arena, aligned to a power of two; 0 is a valid empty slice.
 
+        A slice stays cut off as long as the arena lives: slices follow one another in the order of the calls.
+
         Raises
         ------
         OutOfMemory
             The rest of the arena is smaller.
         """
-        self._require_open()
-        if nbytes < 0 or alignment <= 0 or alignment & (alignment - 1):
-            raise InvalidRequestError(f"arena: cannot cut {nbytes} bytes aligned to {alignment}")
+        nbytes = self._require_request("cut", nbytes, alignment)
         if nbytes == 0:
             return Span(self.address, 0)
         with self._lock:
-            start = align_up(self.address + self._used, alignment) - self.address
-            if start + nbytes > self.nbytes:
-                raise OutOfMemory(
-                    f"host arena: asked for {format_size(nbytes)} aligned to {alignment}, "
-                    f"{format_size(self.nbytes - self._used)} of {format_size(self.nbytes)} left; "
-                    "make the arena larger",
-                    size=nbytes,
-                    used=self._used,
-                    limit=self.nbytes,
-                    budget="host arena",
+            taken = self._parts.take_next(nbytes, alignment)
+            if taken is None:
+                raise self._out_of_memory(nbytes, alignment, self._parts.tail)
+            self._count()
+        self._await(taken)
+        return taken.span
+
+    def allocate(self, nbytes: int, *, alignment: int = SLICE_ALIGNMENT) -> Span:
+        """`nbytes` bytes, aligned to a power of two, until `deallocate`; 0 bytes are a valid empty span.
+
+        Best fit.  Blocks the calling thread until the work named by `deallocate` on these very bytes is
+        done.  Contents are undefined.
+
+        Raises
+        ------
+        OutOfMemory
+            No free part is large enough; nothing was changed.
+        """
+        nbytes = self._require_request("allocate", nbytes, alignment)
+        if nbytes == 0:
+            return Span(self.address, 0)
+        with self._lock:
+            taken = self._parts.take(nbytes, alignment)
+            if taken is None:
+                raise self._out_of_memory(nbytes, alignment, self._parts.largest)
+            self._count()
+        self._await(taken)
+        with self._lock:  # only now: nobody can give back what was not handed out
+            self._live[taken.span.ptr] = nbytes
+        return taken.span
+
+    def deallocate(self, span: Span, *, uses: Mapping[Stream, Event] | None = None) -> None:
+        """Give back what `allocate` returned.
+
+        Parameters
+        ----------
+        span : Span
+        uses : mapping of Stream to Event, optional
+            After which events the last use on each stream is over.  None or an empty one says that every
+            use is over already.
+
+        Raises
+        ------
+        InvalidRequestError
+            Not a span that is allocated here: given back twice, a part of one, a cut, or another arena's.
+        """
+        self._require_open()
+        if span.nbytes == 0 and span.ptr == self.address:
+            return
+        with self._lock:
+            if self._live.get(span.ptr) != span.nbytes:
+                raise InvalidRequestError(
+                    f"host arena: {span.nbytes} bytes at {span.ptr:#x} are not allocated here; they were given "
+                    "back twice, are a part of an allocation, were cut, or are another arena's"
                 )
-            self._used = start + nbytes
-            return Span(self.address + start, nbytes)
+            del self._live[span.ptr]
+            self._parts.give(span, uses_of(span, uses or {}))
 
     def array(self, span: Span) -> npt.NDArray[np.uint8]:
         """The bytes of a slice as a NumPy array that keeps the arena mapped.
@@ -142,8 +239,7 @@ class HostArena:
                 f"arena: {span.nbytes} bytes at {span.ptr:#x} are not inside its {self.nbytes} bytes at "
                 f"{self.address:#x}"
             )
-        holder = _Pages(self, span)
-        return np.asarray(holder)
+        return as_array(span, self)
 
     def close(self) -> None:
         """Unregister now: no device may use the pages any more.  A second call does nothing.
@@ -160,57 +256,44 @@ class HostArena:
             self.registration.close()
 
     def _require_open(self) -> None:
+        self.driver.require_usable()
         if self._closed:
             raise ClosedError("arena: it was closed; make a new HostArena")
 
+    def _require_request(self, call: str, nbytes: int, alignment: int) -> int:
+        self._require_open()
+        size = _as_size(nbytes)
+        if size < 0 or alignment <= 0 or alignment & (alignment - 1):
+            raise InvalidRequestError(f"arena: cannot {call} {nbytes} bytes aligned to {alignment}")
+        return size
 
-class _Pages:
-    """What NumPy holds on to: the arena's pages under the array interface."""
+    def _await(self, taken: Taken) -> None:
+        """Wait, outside the lock, until nobody uses a part any more; give it back if that fails."""
+        try:
+            for event in {use.event for use in taken.uses}:
+                event.synchronize()
+        except BaseException:
+            with self._lock:
+                self._parts.give(taken.span, taken.uses)
+            raise
 
-    def __init__(self, arena: HostArena, span: Span) -> None:
-        self._arena = arena
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (span.nbytes,),
-            "data": (span.ptr, False),
-        }
+    def _count(self) -> None:
+        self._peak = max(self._peak, self.nbytes - self._parts.free)
 
-
-def _map_aligned(nbytes: int) -> int:
-    """Map `nbytes` at a huge-page boundary and nothing beside it."""
-    try:
-        start = libc.map_anonymous(nbytes + HUGE_PAGE)
-    except (OSError, OverflowError) as error:
-        raise OutOfMemory(
-            f"host arena: {format_size(nbytes)} cannot be mapped ({error}); ask for less",
+    def _out_of_memory(self, nbytes: int, alignment: int, left: int) -> OutOfMemory:
+        used = self.nbytes - self._parts.free
+        return OutOfMemory(
+            f"host arena: asked for {format_size(nbytes)} aligned to {alignment}, at most {format_size(left)} in "
+            f"one piece of {format_size(self.nbytes)} left; give something back, or make the arena larger",
             size=nbytes,
-            used=0,
-            limit=0,
-            budget="host memory",
-        ) from None
-    aligned = align_up(start, HUGE_PAGE)
-    libc.unmap(start, aligned - start)
-    libc.unmap(aligned + nbytes, start + HUGE_PAGE - aligned)
-    return aligned
+            used=used,
+            limit=self.nbytes,
+            budget="host arena",
+        )
 
 
-def _touch(address: int, nbytes: int, threads: int) -> None:
-    """Make every page resident, each thread its own contiguous share."""
-    workers = threads or len(os.sched_getaffinity(0))
-    share = align_up(-(-nbytes // workers), HUGE_PAGE)
-    starts = range(0, nbytes, share)
-    with ThreadPoolExecutor(workers, thread_name_prefix="memferry-touch") as pool:
-        list(pool.map(lambda start: libc.zero(address + start, min(share, nbytes - start)), starts))
-
-
-def _release(registration: Registration | None, address: int, nbytes: int, pid: int) -> None:
-    if os.getpid() != pid:
-        return  # a forked child owns neither the registration nor the right to undo it
+def _as_size(nbytes: int) -> int:
     try:
-        if registration is not None and not registration.closed:
-            registration.map.driver.synchronize_all()
-            registration.close()
-    except AllocatorError:
-        return  # a device may still use the pages: better lost than given to somebody else
-    libc.unmap(address, nbytes)
+        return operator.index(nbytes)
+    except TypeError:
+        raise InvalidRequestError(f"arena: {nbytes!r} is not a number of bytes; give an integer") from None

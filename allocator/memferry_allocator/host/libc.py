@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
+import platform
 import threading
 from functools import cache
 from typing import Any
@@ -11,8 +13,12 @@ from typing import Any
 from cffi import FFI
 
 PROT_READ_WRITE = 1 | 2
+MAP_SHARED = 0x01
 MAP_PRIVATE_ANONYMOUS = 0x02 | 0x20
 MADV_HUGEPAGE = 14
+MS_ASYNC = 1
+MPOL_BIND = 2
+_MBIND = {"x86_64": 237, "aarch64": 235, "ppc64le": 259}  # the C library has no function for it
 
 ffi = FFI()
 
@@ -33,6 +39,8 @@ def _open() -> Any:
         void *mmap(void *addr, size_t length, int prot, int flags, int fd, long offset);
         int munmap(void *addr, size_t length);
         int madvise(void *addr, size_t length, int advice);
+        int msync(void *addr, size_t length, int flags);
+        long syscall(long number, ...);
         void *memset(void *s, int c, size_t n);
     """)
     return ffi.dlopen(None)
@@ -49,9 +57,16 @@ def os_error(call: str) -> OSError:
 
 def map_anonymous(nbytes: int) -> int:
     """Reserve private zero pages and return their address; nothing is resident yet."""
-    address = int(
-        ffi.cast("intptr_t", libc().mmap(ffi.NULL, nbytes, PROT_READ_WRITE, MAP_PRIVATE_ANONYMOUS, -1, 0))
-    )
+    return _map(nbytes, MAP_PRIVATE_ANONYMOUS, -1)
+
+
+def map_shared(fd: int, nbytes: int) -> int:
+    """Map the start of a file so that every process which does sees the same pages."""
+    return _map(nbytes, MAP_SHARED, fd)
+
+
+def _map(nbytes: int, flags: int, fd: int) -> int:
+    address = int(ffi.cast("intptr_t", libc().mmap(ffi.NULL, nbytes, PROT_READ_WRITE, flags, fd, 0)))
     if address == -1:
         raise os_error(f"mmap of {nbytes} bytes")
     return address
@@ -70,3 +85,34 @@ def advise_huge(address: int, nbytes: int) -> bool:
 def zero(address: int, nbytes: int) -> None:
     """Write zeros, without the interpreter lock."""
     libc().memset(pointer(address), 0, nbytes)
+
+
+def is_mapped(address: int, nbytes: int) -> bool:
+    """Whether something is mapped behind every byte of a range."""
+    start = address & -mmap.PAGESIZE
+    # Asynchronous flushing has long been a check of the range and nothing else.
+    return bool(libc().msync(pointer(start), address + nbytes - start, MS_ASYNC) == 0)
+
+
+def bind(address: int, nbytes: int, node: int) -> None:
+    """Take the pages of a range, once they are touched, from one NUMA node."""
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        raise OSError(errno.ENOSYS, f"mbind: its number on {platform.machine()} is not known")
+    words = ffi.new("unsigned long[]", node // 64 + 1)
+    words[node // 64] = 1 << node % 64
+    arguments = [
+        pointer(address),
+        ffi.cast("unsigned long", nbytes),
+        ffi.cast("int", MPOL_BIND),
+        words,
+        ffi.cast("unsigned long", 64 * len(words) + 1),  # the kernel reads one bit less
+        ffi.cast("unsigned int", 0),
+    ]
+    if libc().syscall(number, *arguments) != 0:
+        raise os_error(f"mbind of {nbytes} bytes to node {node}")
+
+
+def address_of(buffer: Any) -> int:
+    """Where the bytes of a contiguous buffer begin."""
+    return int(ffi.cast("uintptr_t", ffi.from_buffer(buffer)))

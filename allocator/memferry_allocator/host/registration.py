@@ -1,44 +1,27 @@
-"""Registered host ranges: pinned, mapped into every device, and known by their boundaries."""
+"""Registered host ranges: pinned, mapped into every device, counted, and known by their boundaries."""
 
 from __future__ import annotations
 
-import bisect
+import contextlib
+import operator
 import threading
-from dataclasses import dataclass
+from weakref import WeakSet
 
 from ..driver import Driver, Span
-from ..errors import AllocatorError, InvalidRequestError
+from ..errors import AllocatorError, ForkedError, InvalidRequestError
+from .chunk import Chunk, Hold
+from .handle import Registration
+from .ledger import Foreign, Ledger
+from .lock import FinaliserLock
 
 MAX_CHUNK = 64 << 30  # one driver call for 512 GiB or more fails on current drivers
-
-
-@dataclass(eq=False)
-class Registration:
-    """A range that stays registered until `close`; it was registered whole or not at all."""
-
-    map: RegistrationMap
-    address: int
-    nbytes: int
-    chunks: tuple[Span, ...]
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing of the range is registered any more; so from the start, if it is empty."""
-        return not self.chunks
-
-    def close(self) -> None:
-        """Unregister.  Work on the range must be over; a second call does nothing.
-
-        Raises
-        ------
-        DriverError, RaceError
-            The driver refused a part; call again once the reason is gone.
-        """
-        self.map._unregister(self)
+_END = 1 << 64
 
 
 class RegistrationMap:
     """What is registered with one driver, through this map.
+
+    Ranges are counted: what is registered already never reaches the driver again, only the gaps do.
 
     Parameters
     ----------
@@ -50,100 +33,215 @@ class RegistrationMap:
     """
 
     def __init__(self, driver: Driver, *, max_chunk: int = MAX_CHUNK) -> None:
-        if max_chunk <= 0:
-            raise InvalidRequestError(f"registration: max_chunk {max_chunk} is not more than zero bytes")
         self.driver = driver
-        self.max_chunk = max_chunk
-        self._lock = threading.RLock()  # a garbage collection in here may close a registration
-        self._chunks: list[Span] = []
+        self.max_chunk = _chunk_size(max_chunk)
+        self._lock = FinaliserLock()
+        self._ledger = Ledger(driver)
+        self._put_off: list[Hold] = []
+        with _maps_lock:
+            _maps.add(self)
 
-    def register(self, address: int, nbytes: int, *, read_only: bool = False) -> Registration:
+    # -- registering ----------------------------------------------------------------------------------
+    def register(
+        self,
+        address: int,
+        nbytes: int,
+        *,
+        read_only: bool = False,
+        owner: object | None = None,
+        name: str = "",
+        foreign: Foreign = Foreign.REFUSE,
+        max_chunk: int | None = None,
+    ) -> Registration:
         """Pin and map ``nbytes`` bytes at ``address``, in as many driver calls as it takes.
+
+        Parameters
+        ----------
+        address, nbytes : int
+            Any range of mapped host memory; it need not begin or end at a page.
+        read_only : bool
+            Devices only read it; needed where the mapping itself is read-only.
+        owner : object, optional
+            What the pages depend on: kept alive until they are unregistered.  (Watching it instead would
+            come too late: CPython's `mmap` unmaps before it tells.)  Without it the caller answers for the pages.
+        name : str
+            Shown by `describe`.
+        foreign : Foreign
+            Whether a range that somebody else has registered is an error or borrowed.
+        max_chunk : int, optional
+            Largest range given to one driver call here, instead of the map's.
+
+        Returns
+        -------
+        Registration
+            Keep it: the range stays registered as long as it.
 
         Raises
         ------
         InvalidRequestError
-            `nbytes` is negative.
-        DriverError
-            The driver refused a part; the parts before it are unregistered again.
+            Not a range of addresses, or registered read-only and now to be written.
+        RegistrationError
+            The driver refused a part; it says why.  The parts before it are unregistered again.
+        UnsupportedError
+            `read_only` on a device that cannot.
+        ForkedError
+            This process is a child of the one that opened the driver.
         """
-        if nbytes < 0:
-            raise InvalidRequestError(f"registration: {nbytes} bytes at {address:#x} is no range")
-        done: list[Span] = []
+        span = _as_range(address, nbytes)
+        largest = self.max_chunk if max_chunk is None else _chunk_size(max_chunk)
+        self.driver.require_usable()
+        hold = Hold(name, owner)
+        if span.nbytes:
+            with self._lock, self.driver.beside_captures():
+                self._end_abandoned()
+                self._ledger.take(hold, span, read_only, foreign, largest)
+        return Registration(self, span, read_only, hold)
+
+    # -- unregistering --------------------------------------------------------------------------------
+    def _close(self, hold: Hold) -> None:
+        with self._lock, self.driver.beside_captures():
+            self._end_abandoned()
+            self._ledger.drop(hold)
+
+    def _abandon(self, hold: Hold) -> None:
+        """For the finaliser of a handle: a device may still use the pages, and nobody hears of an error."""
+
+        def end() -> None:
+            self._put_off.append(hold)
+            self._end_abandoned()
+
+        self._lock.finalise(end)
+
+    def _end_abandoned(self) -> None:
+        """Give up what was put off, now that it may be waited for; during a capture that would break it."""
+        while self._put_off and not self.driver.capture_under_way():
+            hold = self._put_off.pop()
+            # Pages that a device may still use stay registered: better lost than given to somebody else.
+            with contextlib.suppress(AllocatorError), self.driver.beside_captures():
+                if any(chunk.holders == [hold] and not chunk.gone for chunk in hold.chunks):
+                    self.driver.synchronize_all()
+                self._ledger.drop(hold)
+
+    # -- stale ranges ---------------------------------------------------------------------------------
+    def why_stale(self, registration: Registration) -> str:
+        """Why devices may see other pages than the host does at this range; empty if nothing says so.
+
+        Pages that were unmapped, given up, or replaced by those of another file are found; so is a borrowed
+        range that its owner has unregistered.  Private anonymous pages that were replaced by others of that
+        kind are found as long as the new ones were not touched.
+        """
         with self._lock:
-            try:
-                for offset in range(0, nbytes, self.max_chunk):
-                    chunk = Span(address + offset, min(self.max_chunk, nbytes - offset))
-                    self.driver.host_register(chunk.ptr, chunk.nbytes, read_only=read_only)
-                    done.append(chunk)
-            except BaseException as error:
-                self._roll_back(done, error)
-                raise
-            for chunk in done:
-                bisect.insort(self._chunks, chunk)
-            return Registration(self, address, nbytes, tuple(done))
+            found = (self._ledger.why_stale(chunk) for chunk in registration._hold.chunks)
+            return next((why for why in found if why), "")
+
+    # -- looking --------------------------------------------------------------------------------------
+    def device_ptr(self, address: int, device: int, nbytes: int = 1) -> int:
+        """The pointer under which kernels of `device` reach ``nbytes`` registered bytes at ``address``.
+
+        The driver is asked every time: it need not be the host's pointer.  0 bytes have the pointer 0.
+
+        Raises
+        ------
+        InvalidRequestError
+            Not all of the range is registered, or it is not one range for the device.
+        """
+        span = _as_range(address, nbytes)
+        self.driver.require_usable()
+        if span.nbytes == 0:
+            return 0
+        if not self.covers(*span):
+            raise InvalidRequestError(
+                f"device pointer: the {span.nbytes} host bytes at {span.ptr:#x} are not all registered; register "
+                "them and keep the registration, or take them from a HostArena"
+            )
+        first, *others = (
+            (piece.ptr, self.driver.host_device_pointer(piece.ptr, device)) for piece in self.split(*span)
+        )
+        for where, ptr in others:
+            if ptr - first[1] != where - first[0]:
+                raise InvalidRequestError(
+                    f"device pointer: the {span.nbytes} host bytes at {span.ptr:#x} are registered in several "
+                    f"ranges, which device {device} does not see one after another (break at {where:#x}); ask "
+                    "for each piece of `split`"
+                )
+        return first[1]
 
     def split(self, address: int, nbytes: int) -> list[Span]:
         """Cut a host range where registrations end: no driver copy may cross such an edge.
 
         The pieces follow one another and are together the range; an empty range has none.
         """
-        pieces = []
-        position, end = address, address + nbytes
+        self.driver.require_usable()
         with self._lock:
-            index = max(bisect.bisect_right(self._chunks, Span(address, 1 << 63)) - 1, 0)
-            for chunk in self._chunks[index:]:
-                if chunk.ptr >= end:
-                    break
-                for edge in (chunk.ptr, chunk.ptr + chunk.nbytes):
-                    if position < edge < end:
-                        pieces.append(Span(position, edge - position))
-                        position = edge
-        if position < end:
-            pieces.append(Span(position, end - position))
-        return pieces
+            return self._ledger.table.split(address, nbytes)
 
     def covers(self, address: int, nbytes: int) -> bool:
         """Whether every byte of a host range is registered through this map."""
+        self.driver.require_usable()
         with self._lock:
-            index = max(bisect.bisect_right(self._chunks, Span(address, 1 << 63)) - 1, 0)
-            position = address
-            for chunk in self._chunks[index:]:
-                if chunk.ptr > position:
-                    break
-                position = max(position, chunk.ptr + chunk.nbytes)
-            return position >= address + nbytes
+            return not self._ledger.table.gaps(address, nbytes)
+
+    def is_registered(self, address: int, nbytes: int = 1) -> bool:
+        """`covers`, for one byte unless more are asked for."""
+        return self.covers(address, nbytes)
+
+    def is_clear(self, address: int, nbytes: int) -> bool:
+        """Whether no byte of a host range is registered through this map."""
+        with self._lock:
+            return not self._ledger.table.overlapping(address, nbytes)
+
+    def snapshot(self) -> list[tuple[Chunk, str]]:
+        """Every chunk, in order of address, and why it is stale; none in a forked child."""
+        try:
+            self.driver.require_usable()
+        except ForkedError:
+            return []
+        with self._lock:
+            return [(chunk, self._ledger.why_stale(chunk)) for chunk in self._ledger.table]
 
     @property
     def nbytes(self) -> int:
-        """Bytes registered through this map now."""
+        """Bytes registered through this map now; borrowed ones are their owner's."""
         with self._lock:
-            return sum(chunk.nbytes for chunk in self._chunks)
+            return self._ledger.nbytes
 
-    def _unregister(self, registration: Registration) -> None:
-        with self._lock:
-            while registration.chunks:
-                chunk = registration.chunks[-1]
-                self.driver.host_unregister(chunk.ptr)
-                registration.chunks = registration.chunks[:-1]
-                self._chunks.remove(chunk)
 
-    def _roll_back(self, done: list[Span], error: BaseException) -> None:
-        for chunk in reversed(done):
-            try:
-                self.driver.host_unregister(chunk.ptr)
-            except AllocatorError as second:
-                error.args = (f"{error}; and undoing it failed: {second}", *error.args[1:])
+def _as_range(address: int, nbytes: int) -> Span:
+    try:
+        span = Span(operator.index(address), operator.index(nbytes))
+    except TypeError:
+        raise InvalidRequestError(
+            f"registration: {nbytes!r} bytes at {address!r} is no range; give address and size as integers"
+        ) from None
+    if span.ptr < 0 or span.nbytes < 0 or span.ptr + span.nbytes > _END:
+        raise InvalidRequestError(
+            f"registration: {span.nbytes} bytes at {span.ptr:#x} is no range of 64-bit addresses"
+        )
+    return span
+
+
+def _chunk_size(nbytes: int) -> int:
+    if nbytes <= 0:
+        raise InvalidRequestError(f"registration: max_chunk {nbytes} is not more than zero bytes")
+    return nbytes
 
 
 _maps_lock = threading.Lock()
+_maps: WeakSet[RegistrationMap] = WeakSet()
+
+
+def all_maps() -> list[RegistrationMap]:
+    """Every map of this process."""
+    with _maps_lock:
+        return list(_maps)
 
 
 def registrations(driver: Driver) -> RegistrationMap:
     """The map of `driver`: one for the whole process, since registrations are."""
-    with _maps_lock:
-        found = getattr(driver, "_registration_map", None)
-        if found is None:
-            found = RegistrationMap(driver)
+    found = getattr(driver, "_registration_map", None)
+    if found is None:
+        made = RegistrationMap(driver)
+        with _maps_lock:
+            found = getattr(driver, "_registration_map", None) or made
             driver._registration_map = found  # type: ignore[attr-defined]  # lives and dies with it
-        return found
+    return found

@@ -1,35 +1,13 @@
 """The unified shadow address space."""
 
-from .buffer import (
-    ShadowBuffer,
-)
-from .copier import (
-    Completion,
-    Copier,
-    DirectCopier,
-    Direction,
-)
-from .eviction import (
-    EvictionPolicy,
-    LeastRecentlyUsed,
-    PlannedOrder,
-)
-from .hybrid import (
-    HybridBuffer,
-)
-from .partition import (
-    Partition,
-)
+from .buffer import ShadowBuffer
+from .copier import Completion, Copier, DirectCopier, Direction
+from .eviction import EvictionPolicy, LeastRecentlyUsed, PlannedOrder
+from .hybrid import HybridBuffer
+from .partition import Partition
 from .space import ShadowSpace
-from .typed import (
-    ElementType,
-    TypedView,
-)
-from .view import (
-    Mode,
-    Place,
-    View,
-)
+from .typed import ElementType, TypedView
+from .view import Mode, Place, View
 
 __all__ = [
     "Completion",

@@ -27,12 +27,19 @@ class CaptureCalls(CudaCore):
         with self._on(stream.device):
             result = cu.cuStreamBeginCapture(handle, _MODES[CaptureMode(mode)])
             self._check(stream.device, "begin_capture", result)
+        self._captured[int(handle)] = stream
 
     def end_capture(self, stream: Stream) -> None:
         handle = self._stream(stream)
         with self._on(stream.device):
-            graph = self._check(stream.device, "end_capture", cu.cuStreamEndCapture(handle))
+            result = cu.cuStreamEndCapture(handle)
+            if result[0] != cu.CUresult.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD:
+                self._captured.pop(int(handle), None)  # also where it was broken: it ends all the same
+            graph = self._check(stream.device, "end_capture", result)
             self._check(stream.device, "destroy graph", cu.cuGraphDestroy(graph))
+
+    def capture_under_way(self) -> bool:
+        return bool(self._captured)
 
     def beside_captures(self) -> Beside:
         self._known(0)

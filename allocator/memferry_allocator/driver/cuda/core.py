@@ -46,6 +46,7 @@ class CudaCore(Driver):
         self._events: dict[tuple[int, bool], list[int]] = {}
         self._infos: dict[int, DeviceInfo] = {}
         self._addresses: AddressBook | None = None
+        self._captured: dict[int, Stream] = {}
         self._closed = False
 
     # -- devices ------------------------------------------------------------------------------------

@@ -23,6 +23,9 @@ class CaptureCalls(EmulatedCore):
     def is_capturing(self, stream: Stream) -> bool:
         return self._state(stream).capture is not None  # no lock: one attribute, read by every allocation
 
+    def capture_under_way(self) -> bool:
+        return self._captures.under_way
+
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
         self.require_usable()

@@ -19,6 +19,10 @@ class Captures:
         self._threads = threads
         self._active: list[Capture] = []
 
+    @property
+    def under_way(self) -> bool:
+        return bool(self._active)
+
     def begin(self, state: StreamState, mode: CaptureMode) -> None:
         if state.capture is not None:
             raise DriverError("CUDA_ERROR_ILLEGAL_STATE", "begin_capture", "the stream is being captured already")

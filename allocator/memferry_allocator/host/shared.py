@@ -1,0 +1,230 @@
+"""Host pages that several processes map and register, each for its own devices."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import multiprocessing.reduction
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..driver import Driver, Span
+from ..errors import ClosedError, InvalidRequestError, OutOfMemory
+from ..sizes import align_up, format_size
+from . import libc
+from .limits import require_memory
+from .pages import HostPages, as_array
+from .registration import registrations
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class SharedArena:
+    """Registered host pages that other processes attach to by a file descriptor; they have no name.
+
+    The pages live as long as some process has them mapped or keeps a descriptor of them.  Only processes that
+    were handed one reach them, and none can shrink them.  Nothing orders what two processes do with the bytes:
+    synchronise the stream before telling the other process, by a pipe, queue or barrier.
+
+    Made by `create` and `attach`; send `handle()` to the other process.  Sizes are rounded up to whole pages.
+    Dropping it unregisters its pages here, after the work of every device, and unmaps them.
+
+    Attributes
+    ----------
+    driver : Driver
+    address, nbytes : int
+        Where this process has the pages, and their size in bytes.
+    fd : int
+        The descriptor, closed with the arena; duplicate it to keep it.
+    registration : Registration
+    """
+
+    def __init__(self, driver: Driver, fd: int, nbytes: int) -> None:
+        """For `create` and `attach`; takes `fd` over."""
+        self.driver = driver
+        self.fd = fd
+        self.nbytes = nbytes
+        self._descriptor = weakref.finalize(self, _close, fd, os.getpid())
+        self._descriptor.atexit = False
+        try:
+            self._pages = HostPages(_map(fd, nbytes), nbytes)
+            self.address = self._pages.address
+            self.registration = registrations(driver).register(
+                self.address, nbytes, owner=self._pages, name="SharedArena"
+            )
+        except BaseException:
+            self._descriptor()
+            raise
+
+    @classmethod
+    def create(cls, driver: Driver, nbytes: int) -> SharedArena:
+        """New pages, zero, resident and registered.
+
+        Raises
+        ------
+        OutOfMemory
+            The operating system has not got the pages.
+        RegistrationError, ForkedError
+            See `RegistrationMap.register`; nothing is left.
+        """
+        driver.require_usable()
+        if nbytes <= 0:
+            raise InvalidRequestError(f"shared arena: {nbytes} is not more than zero bytes")
+        nbytes = align_up(nbytes, mmap.PAGESIZE)
+        require_memory(nbytes, "shared arena")
+        fd = os.memfd_create("memferry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(fd, 0o600)
+            _fill(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(driver, fd, nbytes)
+
+    @classmethod
+    def attach(cls, driver: Driver, fd: int, nbytes: int) -> SharedArena:
+        """The pages that another process has created.
+
+        Parameters
+        ----------
+        driver : Driver
+            Of this process.
+        fd : int
+            A descriptor of them; it stays the caller's.
+        nbytes : int
+            Their size, as the creator's arena has it.
+
+        Raises
+        ------
+        InvalidRequestError
+            `fd` is no such descriptor, its file is of another size or could still shrink; nothing was changed.
+        """
+        driver.require_usable()
+        try:
+            seals, found = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
+        except OSError as error:
+            raise InvalidRequestError(
+                f"shared arena: descriptor {fd} is not that of a SharedArena ({error}); send its handle()"
+            ) from None
+        if not seals & fcntl.F_SEAL_SHRINK or found != nbytes or nbytes <= 0:
+            raise InvalidRequestError(
+                f"shared arena: descriptor {fd} has {found} bytes and seals {seals:#x}, asked for {nbytes} bytes "
+                "that cannot shrink; attach with the creator's own handle()"
+            )
+        return cls(driver, os.dup(fd), nbytes)
+
+    @property
+    def span(self) -> Span:
+        """The whole arena."""
+        return Span(self.address, self.nbytes)
+
+    @property
+    def closed(self) -> bool:
+        return not self._descriptor.alive
+
+    def handle(self) -> SharedHandle:
+        """What another process attaches with; see `SharedHandle`."""
+        self._require_open()
+        return SharedHandle(self.fd, self.nbytes, self)
+
+    def array(self, span: Span | None = None) -> npt.NDArray[np.uint8]:
+        """The bytes of a part, or of all, as an array that keeps the arena mapped."""
+        self._require_open()
+        span = span or self.span
+        if span.nbytes < 0 or span.ptr < self.address or span.ptr + span.nbytes > self.address + self.nbytes:
+            raise InvalidRequestError(
+                f"shared arena: {span.nbytes} bytes at {span.ptr:#x} are not inside its {self.nbytes} bytes at "
+                f"{self.address:#x}"
+            )
+        return as_array(span, self)
+
+    def close(self) -> None:
+        """Unregister here and close the descriptor; a second call does nothing.
+
+        Arrays stay valid for the host.  Other processes keep what they have attached to.
+
+        Raises
+        ------
+        DriverError, RaceError
+            Work on the pages is not over; nothing was changed.
+        """
+        self.registration.close()
+        self._descriptor()
+
+    def _require_open(self) -> None:
+        self.driver.require_usable()
+        if self.closed:
+            raise ClosedError("shared arena: it was closed; attach to it again")
+
+
+@dataclass(frozen=True)
+class SharedHandle:
+    """A shared arena on its way to another process, as an argument of a `multiprocessing` process or in a queue.
+
+    The descriptor travels with it, by inheritance or over a socket, never by name; keep the arena open until
+    the other process has attached.  It is only pickled by `multiprocessing`, and unpickled once.
+    """
+
+    fd: int
+    nbytes: int
+    keeper: object = None
+
+    def attach(self, driver: Driver) -> SharedArena:
+        """`SharedArena.attach` in the process that has received it."""
+        return SharedArena.attach(driver, self.fd, self.nbytes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (multiprocessing.reduction.DupFd(self.fd), self.nbytes)
+
+
+class _Received:
+    """A descriptor that has arrived; closed with the handle that it came in."""
+
+    def __init__(self, fd: int) -> None:
+        weakref.finalize(self, _close, fd, os.getpid()).atexit = False
+
+
+def _received(duplicate: Any, nbytes: int) -> SharedHandle:
+    fd = duplicate.detach()
+    os.set_inheritable(fd, False)
+    return SharedHandle(fd, nbytes, _Received(fd))
+
+
+def _map(fd: int, nbytes: int) -> int:
+    try:
+        return libc.map_shared(fd, nbytes)
+    except (OSError, OverflowError) as error:
+        raise _out_of_memory(nbytes, error) from None
+
+
+def _fill(fd: int, nbytes: int) -> None:
+    """Give the file its pages now: one that is short of them later kills whoever touches it."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except (OSError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise
+        raise _out_of_memory(nbytes, error) from None
+
+
+def _out_of_memory(nbytes: int, error: Exception) -> OutOfMemory:
+    return OutOfMemory(
+        f"shared arena: {format_size(nbytes)} cannot be had ({error}); ask for less, or raise the container's "
+        "memory limit",
+        size=nbytes,
+        used=0,
+        limit=0,
+        budget="host memory",
+    )
+
+
+def _close(fd: int, pid: int) -> None:
+    if os.getpid() == pid:
+        os.close(fd)
