@@ -55,7 +55,7 @@ def test_out_of_memory_when_everything_is_in_use(world: World) -> None:
     for call in calls:
         with pytest.raises(OutOfMemory) as caught:
             call()
-        assert caught.value.budget == "device pool"
+        assert caught.value.budget == "device budget"
         assert (world.space.pool.used, [part.resident for part in world.buffer]) == before
         assert not third.in_use
     assert set(world.read(third, Place.MAPPED)) == {9}
