@@ -73,17 +73,15 @@ class Room:
             Even without the idle copies there is not enough (nothing was evicted then), or not in one piece.
         """
         while True:
+            refusal = None
             if not self._lacks(partition.reserved):
                 try:
                     return self._hold(self._take(partition, stream), partition)
-                except OutOfMemory:  # or not in one piece
-                    if not self._could_fit(partition.reserved):
-                        raise
-            elif not self._could_fit(partition.reserved):
-                raise self._out_of_memory(partition)
-            favourite = self._choose(self.idle)
+                except OutOfMemory as error:  # not in one piece, or the resource has less than the budget
+                    refusal = error
+            favourite = self._choose(self.idle) if self._could_fit(partition.reserved) else None
             if favourite is None:
-                raise self._out_of_memory(partition)
+                raise refusal or self._out_of_memory(partition)
             if favourite.reserved == partition.reserved:
                 ptr = favourite._hand_over(stream)
                 del self._owners[ptr]
