@@ -102,7 +102,7 @@ def test_resize(world: World) -> None:
     assert [part.resident for part in world.buffer] == [False, True, False]
 
 
-@pytest.mark.parametrize("budget", [0, -1, 1 << 60])
+@pytest.mark.parametrize("budget", [0, -1, SIZE - 1, 1 << 60])
 def test_a_resize_that_fails_leaves_the_old_budget(world: World, budget: int) -> None:
     world.write(world.part, 7)
     with pytest.raises((InvalidRequestError, DriverOutOfMemory)):

@@ -215,6 +215,8 @@ class ShadowSpace:
             self._require_open()
             self._forbid("resize")
             for buffer in self._buffers:
+                require_fitting(buffer.name, [partition.nbytes for partition in buffer], budget)
+            for buffer in self._buffers:
                 for partition in buffer:
                     partition._give_up()
             if self._owns_pool:
@@ -285,6 +287,7 @@ class ShadowSpace:
         with self.lock:
             try:
                 self._require_open()
+                require_fitting(name, [span.nbytes for span in spans], self.room.budget)
                 self._ranges.add(f"buffer {name!r}", spans)
             except BaseException:
                 self._host.used -= host_nbytes
