@@ -10,6 +10,7 @@ from memferry_allocator import (
     ArenaOptions,
     DirectCopier,
     Direction,
+    Driver,
     DriverError,
     EmulatedDriver,
     HostArena,
@@ -31,15 +32,18 @@ LAZY = ArenaOptions(touch=False)
 
 
 class Moves(DirectCopier):
-    """Counts the copies of each direction, and refuses them while `broken`."""
+    """Counts the copies of each direction, and refuses them while `broken`, some after `begun` of their bytes."""
 
-    def __init__(self, driver: EmulatedDriver, device: int) -> None:
+    def __init__(self, driver: Driver, device: int) -> None:
         super().__init__(driver, device)
         self.made: list[Direction] = []
         self.broken = False
+        self.begun = 0.0
 
     def copy(self, dst: Span, src: Span, direction: Direction, *, stream: Stream) -> Any:
         if self.broken:
+            half = int(self.begun * dst.nbytes)
+            super().copy(Span(dst.ptr, half), Span(src.ptr, half), direction, stream=stream)
             raise DriverError("CUDA_ERROR_INVALID_VALUE", "copy", "broken on purpose")
         self.made.append(direction)
         return super().copy(dst, src, direction, stream=stream)

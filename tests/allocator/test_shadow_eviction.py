@@ -199,7 +199,7 @@ def test_answers_that_are_no_candidate(world: World, answer: Any) -> None:
         world.read(second, Place.DEVICE)
         before = snapshot(world.space)
         kind, match = (
-            (OutOfMemory, "device pool") if answer is None else (InvalidRequestError, "Scripted.*candidates")
+            (OutOfMemory, "device budget") if answer is None else (InvalidRequestError, "Scripted.*candidates")
         )
         with pytest.raises(kind, match=match):
             third.acquire(Place.DEVICE, Mode.READ, stream=world.stream)
@@ -301,6 +301,18 @@ def test_a_request_that_cannot_succeed_evicts_nothing(world: World) -> None:
             with pytest.raises(OutOfMemory):
                 call()
             assert snapshot(world.space) == before
+
+
+def test_a_copy_of_the_same_size_hands_its_memory_on(world: World) -> None:
+    """It does not go through the pool: the newer bytes go home, and the next user waits for the last."""
+    first, second, third = world.buffer
+    world.write(first, 1)
+    address = first.copy_address
+    world.write(second, 2)
+    world.write(third, 3, stream=world.other)
+    assert third.copy_address == address
+    assert not first.resident
+    assert [set(world.read(part)) for part in world.buffer] == [{1}, {2}, {3}]
 
 
 # -- pins -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from memferry_allocator import (
     ArenaOptions,
     ClosedError,
+    DirectCopier,
+    Direction,
+    DriverError,
     EmulatedDriver,
     EmulatedOptions,
     HostArena,
@@ -23,6 +27,7 @@ from memferry_allocator import (
     OutOfMemory,
     Partition,
     Place,
+    PlannedOrder,
     ShadowSpace,
     Span,
     Stream,
@@ -48,6 +53,30 @@ class Open:
         return self.view.place
 
 
+class Broken(DriverError):
+    """A copy that failed on purpose."""
+
+
+class Flaky(DirectCopier):
+    """Fails once after so many copies, when some share of the bytes is on its way."""
+
+    fails_after = -1
+    begun = 0.0
+
+    def copy(self, dst: Span, src: Span, direction: Direction, *, stream: Stream) -> Any:
+        self.fails_after -= 1
+        if self.fails_after == -1:
+            part = int(self.begun * dst.nbytes)
+            super().copy(Span(dst.ptr, part), Span(src.ptr, part), direction, stream=stream)
+            raise Broken("CUDA_ERROR_INVALID_VALUE", "copy", "broken on purpose")
+        return super().copy(dst, src, direction, stream=stream)
+
+
+def _bytes_of(part: Partition) -> Bytes:
+    assert part.pages is not None
+    return part.pages.array(part.host)
+
+
 class ShadowMachine(RuleBasedStateMachine):
     """Against a plain byte array a partition.
 
@@ -56,7 +85,7 @@ class ShadowMachine(RuleBasedStateMachine):
     """
 
     views = Bundle("views")
-    parts = st.integers(0, 3)
+    parts = st.integers(0, 5)
     streams = st.integers(0, 2)
     late = st.booleans()
 
@@ -64,26 +93,47 @@ class ShadowMachine(RuleBasedStateMachine):
         seed=st.integers(0, 1000),
         eagerness=st.sampled_from([0.0, 0.2, 1.0]),
         sizes=st.lists(st.integers(1, 2000), min_size=4, max_size=4),
-        share=st.floats(0, 0.8),
+        own=st.lists(st.integers(1, 1000), min_size=2, max_size=2),
+        share=st.one_of(st.just(0.0), st.floats(0, 0.8)),
+        plan=st.none() | st.lists(parts, max_size=12),
     )
-    def begin(self, seed: int, eagerness: float, sizes: list[int], share: float) -> None:
+    def begin(
+        self,
+        seed: int,
+        eagerness: float,
+        sizes: list[int],
+        own: list[int],
+        share: float,
+        plan: list[int] | None,
+    ) -> None:
         self.machine = Machine(EmulatedDriver(EmulatedOptions(seed=seed, eagerness=eagerness)))
         self.driver = self.machine.driver
         self.stream = [self.machine.stream() for _ in range(3)]
         self.thread = ThreadPoolExecutor(1)
         self.arena = HostArena(self.driver, 16_384, LAZY)
-        self.smallest = max(map(round_up, sizes))
-        self.total = sum(map(round_up, sizes))
+        self.smallest = max(map(round_up, [*sizes, *own]))
+        self.total = sum(map(round_up, [*sizes, *own]))
         budget = self.smallest + int(share * (self.total - self.smallest))
-        self.space = ShadowSpace(self.driver, device_budget=budget)
-        self.buffer = self.space.buffer("buffer", [self.arena.cut(size) for size in sizes])
+        self.moves = Flaky(self.driver, 0)
+        self.space = ShadowSpace(self.driver, device_budget=budget, host_budget=4096, copier=self.moves)
+        self.buffer = list(self.space.buffer("buffer", [self.arena.cut(size) for size in sizes]))
         self.home = [self.arena.array(part.host) for part in self.buffer]
         self.model = [np.arange(size, dtype=np.int64).astype(np.uint8) for size in sizes]
         for home, model in zip(self.home, self.model, strict=True):
             home[:] = model
+        self.take_pages(own)
+        if plan is not None:
+            self.space.eviction = PlannedOrder([self.buffer[part] for part in plan], cyclic=True)
         self.open: list[Open] = []
         self.value = 0
         self.sinks: list[tuple[Bytes, Bytes]] = []
+
+    def take_pages(self, sizes: list[int]) -> None:
+        """Two more partitions, over pages of the space's own."""
+        self.own = self.space.allocate("own", partitions=sizes, options=LAZY)
+        self.buffer[4:] = self.own
+        self.home[4:] = [_bytes_of(part) for part in self.own]
+        self.model[4:] = [np.zeros(size, np.uint8) for size in sizes]
 
     # -- what may be asked --------------------------------------------------------------------------------
     def of(self, part: int) -> list[Open]:
@@ -96,8 +146,20 @@ class ShadowMachine(RuleBasedStateMachine):
         return bool(self.of(part)) if mode.writes else self.writing(part)
 
     def may_be_full(self, part: int) -> bool:
-        """Whether copies in use can leave no room for another."""
-        return any(held.part != part and self.buffer[held.part].resident for held in self.open)
+        """Whether copies in use or pinned can leave no room for another."""
+        used = {held.part for held in self.open}
+        return any(
+            other.copy_address and (other.pins or n in used) for n, other in enumerate(self.buffer) if n != part
+        )
+
+    @staticmethod
+    def succeeds(call: Callable[[], object]) -> bool:
+        """Whether no copy failed that was meant to."""
+        try:
+            call()
+        except Broken:
+            return False
+        return True
 
     # -- touching the bytes -------------------------------------------------------------------------------
     def touch(self, held: Open, stream: Stream | None, late: bool, data: Bytes) -> None:
@@ -142,7 +204,7 @@ class ShadowMachine(RuleBasedStateMachine):
         partition, stream = self.buffer[part], None if place is Place.HOST else self.stream[s]
         before = (partition.resident, partition.dirty)
         if self.conflicts(part, mode):
-            with pytest.raises(InvalidRequestError, match=r"buffer\[[0-3]\]: .*open"):
+            with pytest.raises(InvalidRequestError, match=r"(buffer|own)\[\d\]: .*open"):
                 partition.acquire(place, mode, stream=stream)
             assert (partition.resident, partition.dirty) == before
             return multiple()
@@ -152,6 +214,9 @@ class ShadowMachine(RuleBasedStateMachine):
             assert place is Place.DEVICE
             assert not before[0]
             assert self.may_be_full(part)
+            return multiple()
+        except Broken:
+            assert partition.dirty == before[1]
             return multiple()
         held = Open(view, part, [] if stream is None else [stream])
         assert (view.place, view.mode, view.nbytes) == (place, mode, partition.nbytes)
@@ -211,20 +276,68 @@ class ShadowMachine(RuleBasedStateMachine):
         except OutOfMemory:
             assert not resident
             assert self.may_be_full(part)
+        except Broken:
+            assert not resident
         else:
             assert partition.resident
             assert resident or not partition.dirty
 
     @rule(part=parts)
+    def pin(self, part: int) -> None:
+        partition, pins = self.buffer[part], self.buffer[part].pins
+        if any(held.view.mode.writes and held.place is not Place.DEVICE for held in self.of(part)):
+            with pytest.raises(InvalidRequestError, match="open"):
+                partition.pin()
+            return
+        try:
+            partition.pin()
+        except Broken:
+            assert partition.pins == pins
+        except OutOfMemory:
+            assert partition.pins == pins
+            assert self.may_be_full(part)
+        else:
+            assert (partition.pins, partition.resident) == (pins + 1, True)
+
+    @rule(part=parts)
+    def unpin(self, part: int) -> None:
+        partition, pins = self.buffer[part], self.buffer[part].pins
+        if pins:
+            partition.unpin()
+            assert partition.pins == pins - 1
+        else:
+            with pytest.raises(InvalidRequestError, match="not pinned"):
+                partition.unpin()
+
+    @rule(copies=st.integers(0, 2), begun=st.sampled_from([0.0, 0.5, 1.0]))
+    def a_copy_will_fail(self, copies: int, begun: float) -> None:
+        self.moves.fails_after, self.moves.begun = copies, begun
+
+    @rule(sizes=st.lists(st.integers(1, 1000), min_size=2, max_size=2))
+    def exchange_pages(self, sizes: list[int]) -> None:
+        """Close the buffer whose pages are the space's, and make another."""
+        if any(part.in_use or part.pins for part in self.own):
+            with pytest.raises(InvalidRequestError, match="close of buffer 'own'"):
+                self.own.close()
+            return
+        gone = list(self.own)
+        sizes = [min(size, self.smallest) for size in sizes]
+        self.own.close()
+        for part in gone:
+            with pytest.raises(ClosedError):
+                part.acquire(Place.HOST, Mode.READ)
+        self.take_pages(sizes)
+
+    @rule(part=parts)
     def evict(self, part: int) -> None:
         partition = self.buffer[part]
-        if any(held.place is Place.DEVICE for held in self.of(part)):
+        if partition.pins or any(held.place is Place.DEVICE for held in self.of(part)):
             with pytest.raises(InvalidRequestError, match="open"):
                 partition.evict()
-            assert partition.resident
-        else:
-            partition.evict()
+        elif self.succeeds(partition.evict):
             assert not partition.resident
+        else:
+            assert partition.dirty
 
     @rule(part=parts)
     def write_back(self, part: int) -> None:
@@ -232,9 +345,10 @@ class ShadowMachine(RuleBasedStateMachine):
         if self.writing(part):
             with pytest.raises(InvalidRequestError, match="open"):
                 partition.write_back()
-        else:
-            partition.write_back()
+        elif self.succeeds(partition.write_back):
             assert (partition.resident, partition.dirty) == (resident, False)
+        else:
+            assert partition.dirty
 
     @rule(part=parts)
     def settle(self, part: int) -> None:
@@ -249,13 +363,12 @@ class ShadowMachine(RuleBasedStateMachine):
     @rule(share=st.floats(0, 1))
     def resize(self, share: float) -> None:
         budget = self.smallest + int(share * (self.total - self.smallest))
-        if self.open:
+        if self.open or any(part.pins for part in self.buffer):
             before = [part.resident for part in self.buffer]
-            with pytest.raises(InvalidRequestError, match="resize: views of"):
+            with pytest.raises(InvalidRequestError, match="resize: "):
                 self.space.resize(budget)
             assert [part.resident for part in self.buffer] == before
-        else:
-            self.space.resize(budget)
+        elif self.succeeds(lambda: self.space.resize(budget)):
             assert self.space.pool.nbytes == budget
             assert not any(part.resident for part in self.buffer)
 
@@ -269,14 +382,18 @@ class ShadowMachine(RuleBasedStateMachine):
             with self.buffer[part].acquire(Place.HOST, mode) as view:
                 self.touch(Open(view, part), None, False, np.frombuffer(data, np.uint8))
 
-        self.thread.submit(work).result()
+        self.succeeds(lambda: self.thread.submit(work).result())
 
     @invariant()
     def the_books_are_right(self) -> None:
         if not hasattr(self, "space"):
             return
-        resident = [part for part in self.buffer if part.resident]
-        assert self.space.pool.used == sum(round_up(part.nbytes) for part in resident) <= self.space.pool.nbytes
+        copied = [part for part in self.buffer if part.copy_address]
+        held = sum(round_up(part.nbytes) for part in copied)
+        assert self.space.device_used == self.space.pool.used == held <= self.space.device_budget
+        assert all(part.resident or part.pins for part in copied)
+        assert set(self.space.room.idle) == {part for part in copied if not part.in_use and not part.pins}
+        assert self.space.room.idle_bytes == sum(part.reserved for part in self.space.room.idle)
         assert all(part.resident or not part.dirty for part in self.buffer)
         for index, part in enumerate(self.buffer):
             assert part.in_use == bool(self.of(index))
@@ -284,11 +401,18 @@ class ShadowMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "space"):
             return
+        self.moves.fails_after = -1
         if self.open:
-            with pytest.raises(InvalidRequestError, match="close: views of"):
+            with pytest.raises(InvalidRequestError, match="close: "):
                 self.space.close()
         for held in list(self.open):
             held.view.release()
+        for index, part in enumerate(self.buffer):
+            for _ in range(part.pins):
+                part.unpin()
+            with part.acquire(Place.HOST, Mode.READ) as view:
+                assert np.array_equal(view.array(), self.model[index])
+        self.home[4:] = self.model[4:] = []
         self.space.close()
         self.space.close()
         self.thread.shutdown()
@@ -298,6 +422,7 @@ class ShadowMachine(RuleBasedStateMachine):
         for sink, expected in self.sinks:
             assert np.array_equal(sink, expected)
         self.machine.close()
+        self.moves.close()
         self.arena.close()
         assert self.driver.memory_info(0).free == self.driver.memory_info(0).total
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,6 @@ from memferry_allocator import (
     Span,
 )
 
-from .machine import Machine
 from .shadow_world import SIZE, World
 
 
@@ -74,29 +72,6 @@ def test_a_host_view_has_no_stream(world: World) -> None:
         assert view.streams == ()
         with pytest.raises(InvalidRequestError, match="one user"):
             view.record_stream(world.stream)
-
-
-@pytest.mark.parametrize(
-    ("place", "mode", "stream", "match"),
-    [
-        (Place.HOST, Mode.READ, "stream", "takes no stream"),
-        (Place.DEVICE, Mode.READ, None, "create_stream"),
-        (Place.MAPPED, Mode.WRITE, None, "create_stream"),
-        (Place.DEVICE, Mode.READ, "foreign", "on device 1"),
-        ("device", Mode.READ, "stream", "not a Place and a Mode"),
-        (Place.DEVICE, "read", "stream", "not a Place and a Mode"),
-    ],
-)
-def test_what_cannot_be_acquired(
-    emulate: Callable[..., Machine], place: Any, mode: Any, stream: str | None, match: str
-) -> None:
-    world = World(emulate(device_count=2))
-    streams = {"stream": world.stream, "foreign": world.machine.stream(1), None: None}
-    with pytest.raises(InvalidRequestError, match=match):
-        world.part.acquire(place, mode, stream=streams[stream])
-    assert not world.part.in_use
-    assert not world.part.resident
-    world.close()
 
 
 def test_a_host_view_can_be_released_by_who_was_handed_it(world: World) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..device import ALIGNMENT
-from ..driver import Span
+from ..driver import Span, Stream
 from ..sizes import align_up
 from .copier import Direction
 from .hazards import Hazards
@@ -112,9 +112,14 @@ class Copies:
         lane = self.space.copier.lane(Direction.DEVICE_TO_HOST)
         copy.hazards.before(lane, writes=False)
         self._home.before(lane, writes=True)
-        done = self.space.copier.copy(
-            self.host, Span(copy.ptr, self.nbytes), Direction.DEVICE_TO_HOST, stream=lane
-        )
+        try:
+            device = Span(copy.ptr, self.nbytes)
+            done = self.space.copier.copy(self.host, device, Direction.DEVICE_TO_HOST, stream=lane)
+        except BaseException:
+            event = lane.record()  # a part of the copy may be under way
+            copy.hazards.has_read(lane, event)
+            self._home.wrote(lane, event)
+            raise
         copy.hazards.has_read(lane, done.event)
         self._home.wrote(lane, done.event)
         copy.dirty = False
@@ -132,6 +137,16 @@ class Copies:
         """Evict: home first, if the copy is newer."""
         self._bring_home()
         self._drop()
+
+    def _hand_over(self, stream: Stream) -> int:
+        """Evict, but let `stream` use the memory instead of giving it back; its address."""
+        self._bring_home()
+        copy = self._copy
+        assert copy is not None, "only a copy that is idle is handed over"
+        copy.hazards.before(stream, writes=True)
+        self.space.room.wake(self)
+        self._copy = None
+        return copy.ptr
 
     def _invalidate(self) -> None:
         """The host pages are about to be written, by a view that is there already: they are the newest then."""

@@ -258,10 +258,7 @@ class Partition(Copies):
             self._home.host_before_write()
         else:
             self._home.host_before_read()
-        view = View(self, _HOST, mode, self.host.ptr, None)
-        if mode.writes:
-            self._invalidate()
-        return view
+        return self._open_at_home(View(self, _HOST, mode, self.host.ptr, None))
 
     def _acquire_mapped(self, mode: Mode, stream: Stream) -> View:
         ptr = self._mapped
@@ -272,9 +269,16 @@ class Partition(Copies):
         if mode.reads:
             self._bring_home()
         self._home.before(stream, writes=mode.writes)
-        view = View(self, _MAPPED, mode, ptr, stream)
-        if mode.writes:
-            self._invalidate()
+        return self._open_at_home(View(self, _MAPPED, mode, ptr, stream))
+
+    def _open_at_home(self, view: View) -> View:
+        """The device copy is out of date from now on, if the view writes."""
+        if view.mode.writes:
+            try:
+                self._invalidate()
+            except BaseException:
+                view._end_brackets()
+                raise
         return view
 
     def _acquire_device(self, mode: Mode, stream: Stream) -> View:
@@ -310,8 +314,8 @@ class Partition(Copies):
 
     def _release(self, view: View) -> None:
         streams = self.space.gate.ending(view.streams)
-        for bracket in view._brackets:
-            bracket.end()
+        if view._brackets:
+            view._end_brackets()
         writes = view.mode.writes
         if view.place is not _HOST:
             hazards = self._hazards_of(view)

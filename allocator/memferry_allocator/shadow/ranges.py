@@ -118,11 +118,11 @@ def layout(sizes: Iterable[int], alignment: int) -> tuple[list[int], int]:
 def host_span(name: str, index: int, span: Any) -> Span:
     """A range given by the caller of `ShadowSpace.buffer`."""
     try:
-        ptr, nbytes = span
-        whole = isinstance(ptr, int) and isinstance(nbytes, int)
+        ptr, nbytes = map(operator.index, span)
+        sound = 0 < ptr < 1 << 63 and nbytes < LARGEST and not any(isinstance(value, bool) for value in span)
     except (TypeError, ValueError):
-        whole = False
-    if not whole or not 0 < ptr < 1 << 63:
+        sound = False
+    if not sound:
         raise InvalidRequestError(f"buffer {name!r}: partition {index} is {span!r}; give a Span(address, bytes)")
     if ptr % HOST_ALIGNMENT:
         raise InvalidRequestError(

@@ -29,10 +29,16 @@ class Room:
     pool : DevicePool or MemoryResource
     budget : int
         Most bytes that are taken of it, the pool's alignment included.
+    policy : EvictionPolicy
+    whole : bool
+        The pool is a `DevicePool` of exactly the budget; others may take of it too.
     """
 
-    def __init__(self, pool: DevicePool | MemoryResource, budget: int, policy: EvictionPolicy) -> None:
+    def __init__(
+        self, pool: DevicePool | MemoryResource, budget: int, policy: EvictionPolicy, *, whole: bool
+    ) -> None:
         self.pool: Any = pool
+        self._whole = whole
         self.budget = budget
         self.taken = 0
         self.idle: OrderedDict[Copies, int] = OrderedDict()  # the least recently used first; bytes of each
@@ -67,26 +73,30 @@ class Room:
             Even without the idle copies there is not enough (nothing was evicted then), or not in one piece.
         """
         while True:
-            try:
-                ptr = self._take(partition, stream)
-            except OutOfMemory:
-                if not self._could_fit(partition.reserved):
-                    raise
-                if not self._make_room(partition.reserved):
-                    raise
-            else:
-                self._owners[ptr] = partition
-                self.taken += partition.reserved
-                return ptr
+            refusal = None
+            if not self._lacks(partition.reserved):
+                try:
+                    return self._hold(self._take(partition, stream), partition)
+                except OutOfMemory as error:  # not in one piece, or the resource has less than the budget
+                    refusal = error
+            favourite = self._choose(self.idle) if self._could_fit(partition.reserved) else None
+            if favourite is None:
+                raise refusal or self._out_of_memory(partition)
+            if favourite.reserved == partition.reserved:
+                ptr = favourite._hand_over(stream)
+                del self._owners[ptr]
+                self.taken -= favourite.reserved
+                return self._hold(ptr, partition)
+            self._make_room(partition.reserved, favourite)
 
     def deallocate(self, ptr: int, partition: Copies, *, stream: Stream, uses: Mapping[Stream, Event]) -> None:
         """Give memory back whose last uses were recorded in `uses`; `stream` may be made to wait for them."""
         if isinstance(self.pool, DevicePool):
-            self.pool.deallocate(ptr, partition.nbytes, stream=stream, uses=uses)
+            self.pool.deallocate(ptr, partition.reserved, stream=stream, uses=uses)
         else:
             for event in uses.values():
                 stream.wait(event)
-            self.pool.deallocate(ptr, partition.nbytes, stream=stream)
+            self.pool.deallocate(ptr, partition.reserved, stream=stream)
         del self._owners[ptr]
         self.taken -= partition.reserved
 
@@ -100,32 +110,41 @@ class Room:
         return uses
 
     def _take(self, partition: Copies, stream: Stream) -> int:
-        if not isinstance(self.pool, DevicePool) and self.taken + partition.reserved > self.budget:
-            raise OutOfMemory(
-                f"device budget: {partition.name} needs {format_size(partition.reserved)}, "
-                f"{format_size(self.taken)} of {format_size(self.budget)} are in use; "
-                "release or unpin something, or raise device_budget",
-                size=partition.reserved,
-                used=self.taken,
-                limit=self.budget,
-                budget="device budget",
-            )
-        return int(self.pool.allocate(partition.nbytes, stream=stream))
+        return int(self.pool.allocate(partition.reserved, stream=stream))  # whole blocks may change hands
+
+    def _hold(self, ptr: int, partition: Copies) -> int:
+        self._owners[ptr] = partition
+        self.taken += partition.reserved
+        return ptr
+
+    @property
+    def _used(self) -> int:
+        return self.pool.used if self._whole else self.taken
+
+    def _lacks(self, nbytes: int) -> bool:
+        """Whether there are not enough bytes without evicting, in one piece or not."""
+        return bool(self.budget - self._used < nbytes)
+
+    def _out_of_memory(self, partition: Copies) -> OutOfMemory:
+        return OutOfMemory(
+            f"device budget: {partition.name} needs {format_size(partition.reserved)}; of "
+            f"{format_size(self.budget)}, {format_size(self._used)} are in use and {format_size(self.idle_bytes)} "
+            "could be evicted; release or unpin something, or raise device_budget",
+            size=partition.reserved,
+            used=self._used,
+            limit=self.budget,
+            budget="device budget",
+        )
 
     def _could_fit(self, nbytes: int) -> bool:
-        """Whether there would be enough without the idle copies, in one piece or not."""
-        used = self.pool.used if isinstance(self.pool, DevicePool) else self.taken
-        return bool(self.budget - used + self.idle_bytes >= nbytes)
+        """Whether there would be enough bytes without the idle copies, in one piece or not."""
+        return bool(self.budget - self._used + self.idle_bytes >= nbytes)
 
-    def _make_room(self, nbytes: int) -> bool:
-        """Evict what lets `nbytes` come free in one piece, or at least something; whether anything may go."""
-        favourite = self._choose(self.idle)
-        if favourite is None:
-            return False
+    def _make_room(self, nbytes: int, favourite: Copies) -> None:
+        """Evict what lets `nbytes` come free in one piece, or at least the favourite."""
         enough = favourite.reserved >= nbytes
         for victim in [favourite] if enough else self._neighbours(nbytes) or [favourite]:
             victim._give_up()
-        return True
 
     def _neighbours(self, nbytes: int) -> list[Copies]:
         """Idle copies side by side that make room together.

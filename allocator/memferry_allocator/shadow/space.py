@@ -79,7 +79,7 @@ class ShadowSpace:
         policy = eviction or LeastRecentlyUsed()
         self._require_policy(policy)
         self._owns_pool = pool is None
-        self.room = Room(self._pool(pool, budget), budget, policy)
+        self.room = Room(self._pool(pool, budget), budget, policy, whole=self._owns_pool)
         try:
             self._own_copier = DirectCopier(driver, device) if copier is None else None
         except BaseException:
@@ -170,7 +170,8 @@ class ShadowSpace:
             self._require_open()
             self._host.reserve(name, total)
         try:  # outside the lock: taking and registering pages is slow
-            pages = HostArena(self.driver, total, options) if total else None
+            with self.driver.beside_captures():
+                pages = HostArena(self.driver, total, options) if total else None
         except BaseException:
             with self.lock:
                 self._host.used -= total
@@ -210,9 +211,11 @@ class ShadowSpace:
         """
         self.driver.require_usable()
         budget = parse_size(device_budget, name="device_budget")
-        with self.lock:
+        with self.lock, self.driver.beside_captures():
             self._require_open()
             self._forbid("resize")
+            for buffer in self._buffers:
+                require_fitting(buffer.name, [partition.nbytes for partition in buffer], budget)
             for buffer in self._buffers:
                 for partition in buffer:
                     partition._give_up()
@@ -237,7 +240,7 @@ class ShadowSpace:
             A view is open or a partition is pinned; nothing was changed.
         """
         self.driver.require_usable()
-        with self.lock:
+        with self.lock, self.driver.beside_captures():
             if self._closed:
                 return
             self._forbid("close")
@@ -284,6 +287,7 @@ class ShadowSpace:
         with self.lock:
             try:
                 self._require_open()
+                require_fitting(name, [span.nbytes for span in spans], self.room.budget)
                 self._ranges.add(f"buffer {name!r}", spans)
             except BaseException:
                 self._host.used -= host_nbytes
@@ -294,7 +298,7 @@ class ShadowSpace:
 
     def _close_buffer(self, buffer: ShadowBuffer) -> None:
         self.driver.require_usable()
-        with self.lock:
+        with self.lock, self.driver.beside_captures():
             if buffer not in self._buffers:
                 return
             buffer._forbid(f"close of buffer {buffer.name!r}")

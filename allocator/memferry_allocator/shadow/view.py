@@ -203,6 +203,10 @@ class View:
     def _gone(self) -> ClosedError:
         return ClosedError(f"view of {self.partition.name}: it was released; acquire it again")
 
+    def _end_brackets(self) -> None:
+        for bracket in self._brackets:
+            bracket.end()
+
     def _bracket(self, stream: Stream | None) -> Bracket:
         """Tell a driver that checks accesses which bytes are touched from now on."""
         driver, spans = self.partition.space.driver, [Span(self._ptr, self.partition.nbytes)]

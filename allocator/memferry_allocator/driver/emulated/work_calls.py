@@ -106,6 +106,9 @@ class WorkCalls(EmulatedCore):
 
             def finish() -> None:
                 with self._lock:
+                    if state.closed:  # who closed the stream has waited for this too
+                        self._engine.close(opened, state.actor, state.clock)
+                        return
                     work = self._engine.enqueue(state, None, ())
                     self._engine.close(opened, state.actor, state.clock)
                     self._engine.scheduler.force(work)

@@ -1,0 +1,13 @@
+"""The example of the documentation runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs" / "allocator" / "shadow.md"
+
+
+def test_the_example_runs() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    exec(compile(example, str(DOCS), "exec"), {})
