@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.training_log import TrainingLog
+from benchmarks.allocator.generated import TrainingLog
 from memferry_allocator import (
     DevicePool,
     DriverError,

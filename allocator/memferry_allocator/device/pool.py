@@ -70,6 +70,7 @@ class DevicePool(MemoryResource):
         self.maximum = max(maximum, self.nbytes)
         self.source = source
         self._lock = threading.RLock()
+        self._is_capturing = driver.is_capturing
         self._trimming = threading.RLock()  # taken before the other one
         self._live: dict[int, Block] = {}
         self._caches: dict[Stream, dict[int, list[Block]]] = {}
@@ -116,24 +117,24 @@ class DevicePool(MemoryResource):
     # -- allocating -----------------------------------------------------------------------------------
     def allocate(self, nbytes: int, *, stream: Stream) -> int:
         """See `MemoryResource.allocate`."""
-        driver = self.driver
-        driver.require_usable()
-        if stream.__class__ is not Stream or stream.device != self.device or stream.driver is not driver:
-            usable_stream(stream, driver, self.device, _NAME)
-        if driver.is_capturing(stream):
+        if stream.__class__ is not Stream or stream.device != self.device or stream.driver is not self.driver:
+            usable_stream(stream, self.driver, self.device, _NAME)
+        if self._is_capturing(stream):  # which also refuses a forked child, and closed streams
             refuse_capture(_NAME)
         size = nbytes + 255 & -256 if nbytes.__class__ is int and nbytes > 0 else block_size(nbytes, _NAME)
-        with self._lock:
-            try:
-                block = self._caches[stream][size].pop()
-            except (KeyError, IndexError):
-                pass
-            else:
-                self._live[block.start] = block
-                used = self._used = self._used + size
-                if used > self._peak:
-                    self._peak = used
-                return block.start
+        lock = self._lock
+        lock.acquire()  # a `with` block takes twice as long
+        try:
+            block = self._caches[stream][size].pop()
+            self._live[block.start] = block
+            used = self._used = self._used + size
+            if used > self._peak:
+                self._peak = used
+            return block.start
+        except (KeyError, IndexError):
+            pass
+        finally:
+            lock.release()
         return self._allocate_slowly(size, stream)
 
     def _allocate_slowly(self, size: int, stream: Stream) -> int:
@@ -204,17 +205,17 @@ class DevicePool(MemoryResource):
         CaptureError
             `stream` is being captured into a graph; nothing was changed.
         """
-        driver = self.driver
-        driver.require_usable()
-        if stream.__class__ is not Stream or stream.device != self.device or stream.driver is not driver:
-            usable_stream(stream, driver, self.device, _NAME)
-        if uses is None and driver.is_capturing(stream):
-            refuse_capture(_NAME)
+        if stream.__class__ is not Stream or stream.device != self.device or stream.driver is not self.driver:
+            usable_stream(stream, self.driver, self.device, _NAME)
         if uses is not None or not stream.owned:
             self._deallocate_marked(ptr, nbytes, stream, uses)
             return
+        if self._is_capturing(stream):
+            refuse_capture(_NAME)
         size = (nbytes + 255) & -256 if nbytes.__class__ is int else block_size(nbytes, _NAME)
-        with self._lock:
+        lock = self._lock
+        lock.acquire()
+        try:
             block = self._live.pop(ptr, None)
             if block is None or block.size != size:
                 self._refuse(ptr, nbytes, block)
@@ -224,12 +225,16 @@ class DevicePool(MemoryResource):
                 self._caches[stream][size].append(block)
             except KeyError:
                 self._caches.setdefault(stream, {})[size] = [block]
+        finally:
+            lock.release()
 
     def _deallocate_marked(
         self, ptr: int, nbytes: int, stream: Stream, uses: Mapping[Stream, Event] | None
     ) -> None:
         """Give back what others may have events for, or a stream that may be gone when one is needed."""
-        if uses is not None and captured(self.driver, stream):  # closed it may be: the events tell all
+        self.driver.require_usable()
+        closed_may_be = uses is not None  # its events tell all
+        if captured(self.driver, stream) if closed_may_be else self._is_capturing(stream):
             refuse_capture(_NAME)
         size = block_size(nbytes, _NAME)
         marks = self._marks(stream, uses)

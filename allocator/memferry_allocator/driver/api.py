@@ -295,7 +295,10 @@ class Driver(ABC):
         ------
         DriverError
             The stream is closed, or of another driver.
+        ForkedError
+            As `require_usable` says.
         """
+        self.require_usable()
         return False
 
     def capture_under_way(self) -> bool:

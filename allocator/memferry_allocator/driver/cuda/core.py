@@ -41,6 +41,7 @@ class CudaCore(Driver):
         super().__init__()
         self._count = initialise()
         self._library = library()
+        self._capturing = self._library.cuStreamIsCapturing  # looking it up takes as long as calling it
         self._answers = Answers()
         self._lock = threading.RLock()
         self._contexts: dict[int, int] = {}

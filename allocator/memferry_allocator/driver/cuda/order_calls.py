@@ -68,17 +68,21 @@ class OrderCalls(CudaCore):
             return self._done(stream.device, "stream_query", self._library.cuStreamQuery(handle))
 
     def is_capturing(self, stream: Stream) -> bool:
-        handle = self._stream(stream)
+        # Every operation of a pool asks: what is right costs a few comparisons and one call.
+        if self._forked or self._closed or stream.__class__ is not Stream or stream.driver is not self:
+            self._stream(stream)
+        handle = stream.handle
+        if handle is CLOSED:
+            self._stream(stream)
         if handle in _LEGACY:
             return False
         status = self._answers.status
-        if self._library.cuStreamIsCapturing(handle, status) == SUCCESS:
-            return bool(status[0])
-        with self._on(stream.device):  # a thread that has no context may need one
-            code = self._library.cuStreamIsCapturing(handle, status)
-            if code != SUCCESS:
-                raise self._error(stream.device, code, "is_capturing")
-            return bool(status[0])
+        if self._capturing(handle, status) != SUCCESS:
+            with self._on(stream.device):  # a thread that has no context may need one
+                code = self._capturing(handle, status)
+                if code != SUCCESS:
+                    raise self._error(stream.device, code, "is_capturing")
+        return status[0] != 0  # type: ignore[no-any-return]  # cffi has no types
 
     # -- events -------------------------------------------------------------------------------------
     def create_event(self, device: int, *, timing: bool = False) -> Event:

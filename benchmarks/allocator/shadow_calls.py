@@ -2,7 +2,7 @@
 
 On a driver that does nothing only the space's own time is left.  Writes JSON with every sample, in seconds::
 
-    python benchmarks/shadow_calls.py [null|emulated|cuda] [result.json]
+    python -m benchmarks.allocator.shadow_calls [null|emulated|cuda] [result.json]
 """
 
 from __future__ import annotations

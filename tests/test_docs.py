@@ -1,0 +1,31 @@
+"""The examples of the documentation run, page by page, as they stand there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def examples(page: str) -> str:
+    return "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
+
+
+@pytest.mark.parametrize("page", [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))])
+def test_the_examples_run(page: str) -> None:
+    code = examples(page)
+    if code:
+        exec(compile(code, page, "exec"), {"__name__": "example"})
+
+
+def test_the_tensor_cache_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "tensor_cache.py"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "16 tensors" in done.stdout
