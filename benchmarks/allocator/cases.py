@@ -93,7 +93,7 @@ def _log(settings: Settings) -> Any:
 
 
 def _live_peak(settings: Settings) -> int:
-    driver = SizeOnlyDriver()
+    driver = SizeOnlyDriver(1 << 44)
     return replay(_log(settings), DevicePool(driver, 0, 0, maximum=1 << 44)).live_peak
 
 
@@ -104,7 +104,7 @@ def _replayed(pool: DevicePool, settings: Settings) -> Any:
 
 
 def _driver(settings: Settings) -> Any:
-    return open_driver("cuda") if settings.cuda else SizeOnlyDriver()
+    return open_driver("cuda") if settings.cuda else SizeOnlyDriver(1 << 44)
 
 
 @case
