@@ -70,7 +70,7 @@ def _streams(world: World) -> dict[str, Any]:
                 ("none", "create_stream"),
                 ("a number", "create_stream"),
                 ("another device's", "on device 1"),
-                ("another driver's", "another driver"),
+                ("another driver's", "this space's driver"),
                 ("closed", "closed"),
             )
         ),

@@ -273,6 +273,23 @@ def test_a_copy_home_that_fails(world: World, way: str) -> None:
     assert set(world.read(world.part)) == {7}
 
 
+@pytest.mark.parametrize("place", Place)
+def test_a_copy_home_that_fails_half_way_is_waited_for(world: World, place: Place) -> None:
+    """What is under way must neither overwrite newer bytes nor read bytes that are being written."""
+    world.write(world.part, 7)
+    world.moves.broken, world.moves.begun = True, 0.5
+    with refused("INVALID_VALUE"):
+        world.part.write_back()
+    world.moves.broken = False
+    if place is Place.HOST:
+        with world.part.acquire(place, Mode.WRITE) as view:
+            view.array()[:] = 8
+    else:
+        world.write(world.part, 8, place=place, stream=world.other)
+    world.driver.synchronize(0)
+    assert set(world.read(world.part)) == {8}
+
+
 def test_mapped_views_of_pages_that_are_not_registered(world: World) -> None:
     data = pages(SIZE)
     part = world.space.buffer("loose", [Span(address(data), SIZE)])[0]

@@ -92,7 +92,7 @@ class ShadowMachine(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 1000),
         eagerness=st.sampled_from([0.0, 0.2, 1.0]),
-        sizes=st.lists(st.integers(1, 2000), min_size=4, max_size=4),
+        sizes=st.lists(st.integers(1, 2000) | st.integers(900, 1024), min_size=4, max_size=4),
         own=st.lists(st.integers(1, 1000), min_size=2, max_size=2),
         share=st.one_of(st.just(0.0), st.floats(0, 0.8)),
         plan=st.none() | st.lists(parts, max_size=12),
