@@ -50,7 +50,7 @@ class BuildPlainLibraries(build_ext):
         for name in (CORE, TORCH):
             if fullname in (name, name.rpartition(".")[2]):
                 return str(Path(*fullname.split("."))) + ".so"
-        return super().get_ext_filename(fullname)
+        return str(super().get_ext_filename(fullname))  # type: ignore[no-untyped-call]
 
     def build_extension(self, ext: Extension) -> None:
         if ext.name == TORCH:

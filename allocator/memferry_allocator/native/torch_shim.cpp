@@ -45,31 +45,44 @@ Slot *slot_of(int number)
     return &all[number];
 }
 
-// c10::OutOfMemoryError, thrown without its header: by name, from the library that torch has loaded.  Where a
-// version of torch has not got these names, false is the answer and nothing is thrown.
+// c10::OutOfMemoryError, thrown without its header: by name, from the libraries that torch has loaded.  The class
+// adds nothing to c10::Error, whose constructor serves where it has none of its own.  Where a version of torch has
+// not got these names, nothing is thrown.
 struct SourceLocation {
     const char *function;
     const char *file;
     uint32_t line;
 };
 
+void *find_in_torch(const char *symbol)
+{
+    for (const char *name : {"libc10.so", "libc10_cuda.so", "libtorch_python.so"}) {
+        void *library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
+        void *found = library == nullptr ? nullptr : dlsym(library, symbol);
+        if (library != nullptr)
+            dlclose(library);
+        if (found != nullptr)
+            return found;
+    }
+    return nullptr;
+}
+
 void destroy_exception(void *object)
 {
     static_cast<std::exception *>(object)->~exception();
 }
 
-bool throw_as_torch(const std::string &message)
+void throw_as_torch(const std::string &message)
 {
-    void *c10 = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
-    if (c10 == nullptr)
-        return false;
+#define MEMFERRY_PARAMETERS "ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
     using Construct = void (*)(void *, SourceLocation, std::string);
-    auto construct = reinterpret_cast<Construct>(
-        dlsym(c10, "_ZN3c1016OutOfMemoryErrorC1ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"));
-    auto type = static_cast<std::type_info *>(dlsym(c10, "_ZTIN3c1016OutOfMemoryErrorE"));
-    dlclose(c10);
+    auto construct = reinterpret_cast<Construct>(find_in_torch("_ZN3c1016OutOfMemoryErrorC1" MEMFERRY_PARAMETERS));
+    if (construct == nullptr)
+        construct = reinterpret_cast<Construct>(find_in_torch("_ZN3c105ErrorC1" MEMFERRY_PARAMETERS));
+#undef MEMFERRY_PARAMETERS
+    auto type = static_cast<std::type_info *>(find_in_torch("_ZTIN3c1016OutOfMemoryErrorE"));
     if (construct == nullptr || type == nullptr)
-        return false;
+        return;
     constexpr size_t room = 4096; // several times what any version's object takes
     void *object = abi::__cxa_allocate_exception(room);
     try {

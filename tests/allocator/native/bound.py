@@ -42,7 +42,7 @@ int cuEventQuery(void *event);
 """
 
 
-class Refused(Exception):  # noqa: N818  # as the package names its own
+class Refused(Exception):
     """A call of libmemferry that failed, by the name of its status."""
 
     def __init__(self, status: str, message: str) -> None:

@@ -292,7 +292,7 @@ def test_a_double_free_and_foreign_pointers(device: Device, pool: Pool) -> None:
     pointer, foreign = pool.allocate(100, stream), other.allocate(100, stream)
     pool.free(pointer, 100, stream)
     for wrong in (pointer, foreign, 0):
-        with pytest.raises(Refused, match="INVALID: free: .* freed twice"):
+        with pytest.raises(Refused, match=r"INVALID: free: .* freed twice"):
             pool.free(wrong, 100, stream)
     with pytest.raises(Refused, match="INVALID: record use"):
         pool.record_use(pointer, stream)
@@ -304,7 +304,7 @@ def test_a_double_free_and_foreign_pointers(device: Device, pool: Pool) -> None:
 def test_live_allocations_keep_a_pool_open(device: Device, pool: Pool) -> None:
     stream = device.stream()
     pointer = pool.allocate(1, stream)
-    with pytest.raises(Refused, match="BUSY: .* 1 allocations are still live"):
+    with pytest.raises(Refused, match=r"BUSY: .* 1 allocations are still live"):
         pool.close()
     with pytest.raises(Refused, match="BUSY: close: device 0 still has open pools"):
         device.close()

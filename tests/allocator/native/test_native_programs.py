@@ -74,7 +74,21 @@ def test_a_stress_run_under_sanitizers(tmp_path: Path, sanitizers: str) -> None:
     program = tmp_path / "stress"
     sources = [str(path) for path in sorted(SOURCES.glob("*.c"))]
     own = str(Path(__file__).parent / "stress.c")
-    run(["gcc", "-std=c11", *WARNINGS, *flags, f"-I{SOURCES}", own, *sources, "-o", str(program), "-pthread", "-ldl"])
+    run(
+        [
+            "gcc",
+            "-std=c11",
+            *WARNINGS,
+            *flags,
+            f"-I{SOURCES}",
+            own,
+            *sources,
+            "-o",
+            str(program),
+            "-pthread",
+            "-ldl",
+        ]
+    )
     said = run([str(program)], env={**os.environ, "MEMFERRY_LIBCUDA": str(stub), "ASAN_OPTIONS": "detect_leaks=1"})
     assert said.endswith(" allocations\n")
 
@@ -85,7 +99,11 @@ def test_an_installation_without_a_compiler_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path / "lib")]
     command += ["--build-temp", str(tmp_path / "temp")]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "CC": "/bin/false", "CXX": "/bin/false"}, capture_output=True, text=True
+        command,
+        cwd=ROOT,
+        env={**os.environ, "CC": "/bin/false", "CXX": "/bin/false"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.rglob("libmemferry*.so"))

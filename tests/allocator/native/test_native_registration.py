@@ -24,7 +24,8 @@ def registered(native: Native) -> int:
 @given(
     max_chunk=st.integers(1, 4 * PAGE),
     steps=st.lists(
-        st.tuples(st.booleans(), st.integers(0, 4 * PAGE), st.integers(1, 3 * PAGE), st.integers(0, 3)), max_size=12
+        st.tuples(st.booleans(), st.integers(0, 4 * PAGE), st.integers(1, 3 * PAGE), st.integers(0, 3)),
+        max_size=12,
     ),
 )
 def test_any_sequence_of_calls(loaded: Native, max_chunk: int, steps: list[tuple[bool, int, int, int]]) -> None:
@@ -100,7 +101,7 @@ def test_a_failing_undo_is_told_and_what_stays_is_known(native: Native) -> None:
     device, start = native.open(max_chunk=PAGE), map_pages(3)
     native.stub.stub_fail(b"cuMemHostRegister_v2", 2, 304)
     native.stub.stub_fail(b"cuMemHostUnregister", 0, 304)
-    with pytest.raises(Refused, match="OPERATING_SYSTEM .* undoing .* failed"):
+    with pytest.raises(Refused, match=r"OPERATING_SYSTEM .* undoing .* failed"):
         device.register(start, 3 * PAGE)
     assert (registered(native), device.host_statistics().registered) == (1, PAGE)
     device.register(start, 3 * PAGE)  # takes what stayed over
@@ -139,7 +140,7 @@ def test_somebody_else_s_registration(native: Native, device: Device) -> None:
     start, own = map_pages(4), native.stub_ffi
     native.stub.cuCtxPushCurrent_v2(own.cast("void *", 1))
     native.stub.cuMemHostRegister_v2(own.cast("void *", start + 2 * PAGE), PAGE, 3)
-    with pytest.raises(Refused, match="ALREADY_REGISTERED: .* another library holds"):
+    with pytest.raises(Refused, match=r"ALREADY_REGISTERED: .* another library holds"):
         device.register(start, 4 * PAGE)
     assert registered(native) == 1
     native.stub.cuMemHostUnregister(own.cast("void *", start + 2 * PAGE))
@@ -160,7 +161,7 @@ def test_read_only_mappings(native: Native, device: Device) -> None:
 
 @pytest.mark.parametrize(("address", "nbytes"), [(0, 1), (1 << 20, (1 << 64) - 1), ((1 << 64) - 4096, 4097)])
 def test_ranges_that_are_none(device: Device, address: int, nbytes: int) -> None:
-    with pytest.raises(Refused, match="INVALID: host register: .* no range"):
+    with pytest.raises(Refused, match=r"INVALID: host register: .* no range"):
         device.register(address, nbytes)
 
 
@@ -201,7 +202,7 @@ def test_arenas_are_exact_aligned_and_zero(native: Native, device: Device, nbyte
 def test_arenas_that_cannot_be(native: Native, device: Device) -> None:
     assert device.host(0) == 0
     device.host_free(0)
-    with pytest.raises(Refused, match="OUT_OF_MEMORY: host allocate: .* cannot be mapped"):
+    with pytest.raises(Refused, match=r"OUT_OF_MEMORY: host allocate: .* cannot be mapped"):
         device.host(1 << 52)
     with pytest.raises(Refused, match="INVALID: host allocate"):
         device.host((1 << 64) - 1)
