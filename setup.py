@@ -1,4 +1,10 @@
+import sys
+from pathlib import Path
+
 from setuptools import Extension, setup
+
+sys.path.insert(0, str(Path(__file__).parent / "allocator" / "memferry_allocator" / "native"))
+from build import BuildPlainLibraries, extensions
 
 dlpack = Extension(
     "memferry_allocator.interop._dlpack",
@@ -8,4 +14,8 @@ dlpack = Extension(
     optional=True,  # a machine without a compiler installs without it
 )
 
-setup(cffi_modules=["memferry_rt/native/build.py:builder"], ext_modules=[dlpack])
+setup(
+    cffi_modules=["memferry_rt/native/build.py:builder"],
+    ext_modules=[dlpack, *extensions()],
+    cmdclass={"build_ext": BuildPlainLibraries},
+)
