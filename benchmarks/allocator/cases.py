@@ -179,19 +179,22 @@ def pinned_torch(settings: Settings) -> Any:
 # -- the shadow space ------------------------------------------------------------------------------------
 @case
 def acquire(settings: Settings) -> Any:
+    """Views of what is there, and of what has to be copied in while the budget is full and something must go."""
     driver = open_driver(settings.device)
     stream = driver.create_stream(0)
     nbytes = 16 * MIB
-    space = ShadowSpace(driver, 0, device_budget=4 * nbytes)
-    pages = HostArena(driver, nbytes)
-    [part] = space.buffer("measured", [pages.cut(nbytes)])
-    part.acquire(Place.DEVICE, Mode.READ, stream=stream).release()
+    space = ShadowSpace(driver, 0, device_budget=2 * nbytes)
+    pages = HostArena(driver, 3 * nbytes)
+    parts = space.buffer("measured", [pages.cut(nbytes) for _ in range(3)])
+    target = DevicePool(driver, 0, nbytes)
+    ptr = target.allocate(nbytes, stream=stream)
+    parts[0].acquire(Place.DEVICE, Mode.READ, stream=stream).release()
     taken, given = [], []
     for _ in range(30):
         views = []
         start = time.perf_counter()
         for _ in range(200):
-            views.append(part.acquire(Place.DEVICE, Mode.READ, stream=stream))
+            views.append(parts[0].acquire(Place.DEVICE, Mode.READ, stream=stream))
         middle = time.perf_counter()
         for view in views:
             view.release()
@@ -199,19 +202,17 @@ def acquire(settings: Settings) -> Any:
         given.append((time.perf_counter() - middle) / 200)
         stream.synchronize()
     with_copy, bare = [], []
-    target = DevicePool(driver, 0, nbytes)
-    other = target.allocate(nbytes, stream=stream)
-    for _ in range(50):
-        part.evict()
-        driver.synchronize(0)
+    for number in range(1, 121):
+        part = parts[number % 3]
+        stream.synchronize()
         start = time.perf_counter()
         view = part.acquire(Place.DEVICE, Mode.READ, stream=stream)
         stream.synchronize()
         with_copy.append(time.perf_counter() - start)
         view.release()
-        driver.synchronize(0)
+        stream.synchronize()
         start = time.perf_counter()
-        driver.copy(other, part.host.ptr, nbytes, stream=stream)
+        driver.copy(ptr, part.host.ptr, nbytes, stream=stream)
         stream.synchronize()
         bare.append(time.perf_counter() - start)
     return {

@@ -89,6 +89,9 @@ class ChunkTable:
         """The range, cut at every edge of a chunk inside it."""
         pieces = []
         position, end = address, address + nbytes
+        index = bisect.bisect_right(self._starts, address) - 1
+        if nbytes > 0 and index >= 0 and end <= self._chunks[index].end:  # nearly always
+            return [Span(address, nbytes)]
         for chunk in self.overlapping(address, nbytes):
             for edge in (chunk.start, chunk.end):
                 if position < edge < end:
