@@ -27,5 +27,6 @@ class DriverMemory(Source):
         return self.driver.malloc(self.device, nbytes)
 
     def _give(self, ptr: int, stream: Stream) -> None:
-        stream.synchronize()
+        if not stream.query():  # a pool's own stream never has work
+            stream.synchronize()
         self.driver.free(self.device, ptr)

@@ -102,7 +102,8 @@ class VirtualMemory(Source):
             return start
 
     def _give(self, ptr: int, stream: Stream) -> None:
-        stream.synchronize()
+        if not stream.query():  # a pool's own stream never has work
+            stream.synchronize()
         with self._mapping:
             index = bisect.bisect_left(self._mapped, (ptr,))
             mapped = self._mapped[index]
