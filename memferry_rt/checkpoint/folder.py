@@ -100,7 +100,7 @@ def _write_tensors(folder: Path, identity: str, file: TensorFile) -> dict[str, A
         os.fsync(out.fileno())
     if nbytes != expected:
         raise CheckpointError(f"{name}: {nbytes} bytes were given for tensors of {expected}")
-    return {"name": name, "nbytes": nbytes, "crc32": checksum}
+    return {"name": name, "nbytes": nbytes, "header_crc32": zlib.crc32(header), "crc32": checksum}
 
 
 def _write(out: Any, data: memoryview) -> None:
@@ -147,7 +147,7 @@ class CheckpointReader:
             for kind, entry in self.content["files"].items():
                 if not _OURS.fullmatch(entry["name"]):
                     raise CheckpointError(f"{folder / MANIFEST} names no file of a save: {entry['name']!r}")
-                file = _OpenFile(folder / entry["name"], entry["nbytes"], entry["crc32"])
+                file = _OpenFile(folder / entry["name"], entry)
                 closing.callback(file.close)
                 file.read_header()
                 self._files[kind] = file
@@ -184,10 +184,10 @@ class CheckpointReader:
 
 
 class _OpenFile:
-    def __init__(self, path: Path, nbytes: int, checksum: int) -> None:
+    def __init__(self, path: Path, entry: dict[str, Any]) -> None:
         self._path = path
-        self._nbytes = nbytes
-        self._checksum = checksum
+        self._nbytes: int = entry["nbytes"]
+        self._entry = entry
         try:
             self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 - the reader closes it
         except OSError as error:
@@ -207,11 +207,13 @@ class _OpenFile:
         length = int.from_bytes(prefix, "little")
         if length > min(LONGEST_HEADER, self._nbytes - PREFIX):
             raise self._damaged("its header is not one")
-        text = bytearray(length)
-        self.read_into(PREFIX, memoryview(text))
-        self.data = PREFIX + length
+        header = bytearray(PREFIX + length)
+        self.read_into(0, memoryview(header))
+        if zlib.crc32(header) != self._entry["header_crc32"]:
+            raise self._damaged("the checksum of its header is not the one that was saved")
+        self.data = len(header)
         try:
-            self.tensors = decode_header(bytes(text), self._nbytes - self.data)
+            self.tensors = decode_header(bytes(header[PREFIX:]), self._nbytes - self.data)
         except ValueError as error:
             raise self._damaged(f"its header does not fit: {error}") from None
 
@@ -222,7 +224,7 @@ class _OpenFile:
             part = buffer[: min(PIECE, self._nbytes - offset)]
             self.read_into(offset, part)
             checksum = zlib.crc32(part, checksum)
-        if checksum != self._checksum:
+        if checksum != self._entry["crc32"]:
             raise self._damaged("its checksum is not the one that was saved")
 
     def read_into(self, offset: int, out: memoryview) -> None:

@@ -13,6 +13,7 @@ from ..errors import CheckpointError
 MANIFEST = "checkpoint.json"
 FORMAT = "memferry.checkpoint"
 FORMAT_VERSION = 1
+CONTENT = frozenset({"memferry", "torch", "files", "optimizer", "extra"})
 
 
 def runtime_version() -> str:
@@ -87,6 +88,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     content = whole.get("content")
     if not isinstance(content, dict) or whole.get("crc32") != _checksum(content):
         raise CheckpointError(f"{path} is damaged: its checksum is not the one that was saved")
+    if not CONTENT.issubset(content):
+        raise CheckpointError(f"{path} is damaged: it lacks {', '.join(sorted(CONTENT.difference(content)))}")
     return content
 
 

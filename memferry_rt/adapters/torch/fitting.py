@@ -45,7 +45,7 @@ def _model_differences(
     saved: dict[str, TensorSpec], states: list[ParameterState], buffers: dict[str, torch.Tensor]
 ) -> Iterator[str]:
     mine = {**{state.name: state.value for state in states}, **buffers}
-    for name in sorted(mine.keys() | saved.keys()):
+    for name in dict.fromkeys((*mine, *saved)):
         if name not in saved:
             yield f"it has no {name}"
         elif name not in mine:

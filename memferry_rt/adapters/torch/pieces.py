@@ -90,5 +90,6 @@ def is_rounding(weight: torch.Tensor, master: torch.Tensor) -> bool:
 
 
 def _memory(contiguous: torch.Tensor) -> memoryview:
-    flat: Any = contiguous.view(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
+    flat = contiguous.as_strided((contiguous.numel(),), (1,))  # whatever the strides of dimensions of one element
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array)
