@@ -84,7 +84,7 @@ def is_rounding(weight: torch.Tensor, master: torch.Tensor) -> bool:
     numel = PIECE // master.element_size()
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
     return all(
-        torch.equal(mine.contiguous().view(bits), exact.to(weight.dtype).contiguous().view(bits))
+        torch.equal(mine.cpu().contiguous().view(bits), exact.cpu().to(weight.dtype).contiguous().view(bits))
         for mine, exact in zip(pieces(weight, numel), pieces(master, numel), strict=True)
     )
 
