@@ -118,9 +118,8 @@ def saved(train: Command, tmp_path: Path) -> str:
     return path
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
+def test_another_run_is_refused(train: Command, saved: str) -> None:
+    for arguments, parts in (
         (["--preset", "tiny"], ["preset small, and this one tiny"]),
         (["--seed", "1"], ["seed 0, and this one 1"]),
         (["--lr", "0.5"], ["lr 0.01, and this one 0.5"]),
@@ -129,11 +128,8 @@ def saved(train: Command, tmp_path: Path) -> str:
         (["--dtype", "bf16"], ["dtype float32, and this one bfloat16"]),
         (["--max-grad-norm", "0"], ["max_grad_norm 1.0, and this one None"]),
         (["--steps", "2"], ["has made 2 steps", "--steps 3"]),
-    ],
-    ids=lambda arguments: " ".join(arguments),
-)
-def test_another_run_is_refused(train: Command, saved: str, arguments: list[str], parts: list[str]) -> None:
-    fails(train("--resume", saved, "--steps", "4", *arguments), "--resume", saved, *parts)
+    ):
+        fails(train("--resume", saved, "--steps", "4", *arguments), "--resume", saved, *parts)
 
 
 def test_other_data_is_refused(train: Command, saved: str, tmp_path: Path, text_file: Path) -> None:
