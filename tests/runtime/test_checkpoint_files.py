@@ -437,12 +437,11 @@ def _peak_rss() -> int:
 
 @pytest.fixture
 def large() -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
-    """150 MB of state, in bf16 with masters, half of it not in the order of its elements."""
-    model = nn.ModuleList(nn.Linear(2048, 1536, bias=False, dtype=torch.bfloat16) for _ in range(4))
-    for number in (0, 2):
-        model[number].weight = nn.Parameter(torch.ones(2048, 1536, dtype=torch.bfloat16).t())
+    """150 MB of state, in bf16 with masters, nearly all of one weight that is not in the order of its elements."""
+    model = nn.ModuleList(nn.Linear(64, 64, dtype=torch.bfloat16) for _ in range(2))
+    model[0].weight = nn.Parameter(torch.ones(4096, 3072, dtype=torch.bfloat16).t())
     optimizer = torch.optim.AdamW(model.parameters())
-    memferry_rt.offload(model, optimizer, device="emulated", device_memory="8MiB")
+    memferry_rt.offload(model, optimizer, device="emulated", device_memory="32MiB")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -465,7 +464,7 @@ def test_saving_and_loading_take_no_second_copy_of_the_state(
         traced = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert traced < 16 * MIB
-        assert _peak_rss() - before < 48 * MIB
+        assert _peak_rss() - before < 40 * MIB
     assert memferry_rt.checkpoint_info(tmp_path / "saved").nbytes > 140 * MIB
     assert runtime.engine.bytes_moved == moved
     assert runtime.space.pool.peak == used
