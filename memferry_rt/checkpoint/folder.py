@@ -67,7 +67,7 @@ def write_checkpoint(folder: Path, files: Sequence[TensorFile], content: dict[st
             folder.mkdir(parents=True)
             _sync_folder(folder.parent)
         with contextlib.ExitStack() as undo:
-            undo.callback(_remove, folder, lambda name: identity in name)
+            undo.callback(_abandon, folder, identity)
             written = {file.kind: _write_tensors(folder, identity, file) for file in files}
             partial = folder / f".checkpoint-{identity}.json"
             with open(partial, "xb", buffering=0) as out:
@@ -79,11 +79,19 @@ def write_checkpoint(folder: Path, files: Sequence[TensorFile], content: dict[st
         _sync_folder(folder)
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoint could not be written to {folder}: {error.strerror or error}; what was saved there "
-            "before is untouched"
+            f"the checkpoint could not be written to {folder}: {error.strerror or error}; the last one that "
+            "was saved there is whole"
         ) from error
     current = {entry["name"] for entry in written.values()}
     _remove(folder, lambda name: name not in current)
+
+
+def _abandon(folder: Path, identity: str) -> None:
+    """Remove what a save has written, unless it got so far that its manifest is in force."""
+    with contextlib.suppress(OSError):
+        manifest = folder / MANIFEST
+        if not manifest.exists() or identity not in manifest.read_text():
+            _remove(folder, lambda name: identity in name)
 
 
 def _write_tensors(folder: Path, identity: str, file: TensorFile) -> dict[str, Any]:
@@ -117,10 +125,10 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _remove(folder: Path, wanted: Callable[[str], bool]) -> None:
-    """Remove files of ours; one that cannot be removed is left for the next save."""
-    for name in os.listdir(folder):
-        if _OURS.fullmatch(name) and wanted(name):
-            with contextlib.suppress(OSError):
+    """Remove files of ours; what cannot be removed is left for the next save."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            if _OURS.fullmatch(name) and wanted(name):
                 os.unlink(folder / name)
 
 

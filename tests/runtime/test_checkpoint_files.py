@@ -235,10 +235,11 @@ def small() -> nn.Module:
 
 
 class Failing:
-    """Counts calls of what a save does with the disk, and fails at one of them."""
+    """Counts calls of what a save does with the disk, and fails before or after one of them."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, at: int, error: BaseException) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, at: int, error: BaseException, *, late: bool) -> None:
         self.calls = 0
+        self._late = late
         for owner, name in (
             (folder_module, "_write"),
             (folder_module.os, "fsync"),
@@ -249,15 +250,22 @@ class Failing:
     def _counted(self, original: Callable[..., Any], at: int, error: BaseException) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             self.calls += 1
-            if self.calls == at:
+            now = self.calls == at
+            if now and not self._late:
                 raise error
-            return original(*arguments)
+            result = original(*arguments)
+            if now:
+                raise error
+            return result
 
         return call
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
-def test_a_save_that_fails_leaves_the_last_one_and_nothing_else(error: BaseException, tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_save_that_fails_leaves_the_last_one_and_nothing_else(
+    error: BaseException, late: bool, tmp_path: Path
+) -> None:
     first, second = trained(build=small), trained(1, small)
     messages: set[str] = set()
     memferry_rt.save(tmp_path, *first, extra=1)
@@ -266,7 +274,7 @@ def test_a_save_that_fails_leaves_the_last_one_and_nothing_else(error: BaseExcep
     failed = 0
     while True:
         with pytest.MonkeyPatch.context() as patch:
-            failing = Failing(patch, failed + 1, error)
+            failing = Failing(patch, failed + 1, error, late=late)
             try:
                 memferry_rt.save(tmp_path, *second, extra=2)
             except (CheckpointError, KeyboardInterrupt) as caught:
@@ -278,6 +286,7 @@ def test_a_save_that_fails_leaves_the_last_one_and_nothing_else(error: BaseExcep
         assert memferry_rt.load(tmp_path, *trained(2, small)) == 1
     assert failed > 20  # every tensor is a write of its own
     assert messages <= {"", f"the checkpoint could not be written to {tmp_path}: No space left on device"}
+    assert memferry_rt.load(tmp_path, *trained(2, small)) == 2
     assert failing.calls - failed <= 1
     memferry_rt.save(tmp_path, *second, extra=3)
     assert len(os.listdir(tmp_path)) == 4
