@@ -5,26 +5,32 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from .errors import BudgetError, OffloadError, UnsupportedError
+from .checkpoint import CheckpointInfo, checkpoint_info
+from .errors import BudgetError, CheckpointError, OffloadError, UnsupportedError
 from .options import OffloadOptions
 
 if TYPE_CHECKING:
-    from .adapters.torch import Report, Runtime, offload, restore, runtime_of, synchronize
+    from .adapters.torch import Report, Runtime, load, offload, restore, runtime_of, save, synchronize
 
 __all__ = [
     "BudgetError",
+    "CheckpointError",
+    "CheckpointInfo",
     "OffloadError",
     "OffloadOptions",
     "Report",
     "Runtime",
     "UnsupportedError",
+    "checkpoint_info",
+    "load",
     "offload",
     "restore",
     "runtime_of",
+    "save",
     "synchronize",
 ]
 
-_FROM_TORCH = ("Report", "Runtime", "offload", "restore", "runtime_of", "synchronize")
+_FROM_TORCH = ("Report", "Runtime", "load", "offload", "restore", "runtime_of", "save", "synchronize")
 
 
 def __getattr__(name: str) -> Any:

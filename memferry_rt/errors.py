@@ -11,6 +11,10 @@ class UnsupportedError(OffloadError):
     """Something about a model, an optimizer or a call that offloading cannot honour."""
 
 
+class CheckpointError(OffloadError):
+    """A checkpoint that could not be written, is not whole, or does not belong to this model and optimizer."""
+
+
 class BudgetError(OffloadError):
     """A memory budget is too small.
 

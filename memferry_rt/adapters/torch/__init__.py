@@ -1,6 +1,7 @@
 """The PyTorch adapter: everything of the runtime that imports torch."""
 
+from .checkpoint import load, save
 from .offload import offload, restore, runtime_of, synchronize
 from .runtime import Report, Runtime
 
-__all__ = ["Report", "Runtime", "offload", "restore", "runtime_of", "synchronize"]
+__all__ = ["Report", "Runtime", "load", "offload", "restore", "runtime_of", "save", "synchronize"]

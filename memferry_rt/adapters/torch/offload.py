@@ -126,6 +126,10 @@ def offload(
     return model, optimizer
 
 
+def is_offloaded(model: nn.Module) -> bool:
+    return _ATTRIBUTE in model.__dict__
+
+
 def runtime_of(model: nn.Module) -> Runtime:
     """The runtime behind an offloaded model.
 
@@ -172,7 +176,7 @@ def _compute_dtype(name: str | None) -> torch.dtype | None:
 
 
 def _check_model(model: nn.Module) -> None:
-    if _ATTRIBUTE in model.__dict__:
+    if is_offloaded(model):
         raise OffloadError("this model is offloaded already; call memferry_rt.restore(model) first")
     if hasattr(model, "_orig_mod"):
         raise UnsupportedError(

@@ -5,6 +5,7 @@ It stays what it was: schedulers built on it keep working, and its state is the 
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from ...errors import UnsupportedError
 from ...native import AdamSettings
+from .groups import GroupMembers, why_no_group
 from .layer import LayerState
 
 STATE_KEYS = frozenset({"step", "exp_avg", "exp_avg_sq"})
@@ -115,12 +117,21 @@ class OptimizerPatch:
             )
         }
         self._steps: dict[nn.Parameter, torch.Tensor] = {}
+        self._members = GroupMembers(optimizer)
         self._adopt_state()
         self._replace()
+        self.tell(grad_norm=None, skipped_steps=0)
 
     # -- what the runtime needs -----------------------------------------------------------------------
     def settings(self) -> list[AdamSettings]:
-        """Every group's settings as they are now."""
+        """Every group's settings as they are now.
+
+        Raises
+        ------
+        UnsupportedError
+            A setting without a counterpart, or parameters that have changed groups.
+        """
+        self._members.check()
         decoupled = isinstance(self.optimizer, AdamW)
         return [_settings(group, decoupled) for group in self.optimizer.param_groups]
 
@@ -144,6 +155,10 @@ class OptimizerPatch:
         step = self._steps[parameter]
         step += 1
         return step.clone()
+
+    def step_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A parameter's live step number."""
+        return self._steps[parameter]
 
     def tell(self, *, grad_norm: float | None, skipped_steps: int) -> None:
         """Let the user read what the last step found, on the optimizer itself."""
@@ -189,7 +204,10 @@ class OptimizerPatch:
     def _load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """As `Optimizer.load_state_dict`, with the moments kept in fp32 and copied into the slabs."""
         self._settle()
-        groups, saved = optimizer.param_groups, state_dict["param_groups"]
+        state_dict = state_dict.copy()
+        for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(optimizer, state_dict) or state_dict
+        groups, saved = optimizer.param_groups, copy.deepcopy(state_dict["param_groups"])
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
             raise ValueError("loaded state dict has other parameter groups than this optimizer")
         pairs = []
@@ -204,6 +222,8 @@ class OptimizerPatch:
                 self._adopt(parameter, state)
         for group, other in zip(groups, saved, strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
+        for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+            after(optimizer)
 
     @staticmethod
     def _check_loaded(parameter: nn.Parameter, state: dict[str, Any]) -> None:
@@ -235,9 +255,7 @@ class OptimizerPatch:
             type(optimizer).zero_grad(optimizer, set_to_none)
 
         def add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
-            raise UnsupportedError(
-                "add_param_group on an offloaded optimizer: restore() it, add, and offload again"
-            )
+            raise UnsupportedError(why_no_group(group, self._home))
 
         hooked = Optimizer.profile_hook_step(step)  # so that step hooks and profiling go on working
         wrapped = getattr(self._before["step"] or optimizer.step, "_wrapped_by_lr_sched", False)

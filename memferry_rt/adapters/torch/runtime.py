@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,8 @@ from .layer import DeviceViews, Geometry, LayerState, ViewKey
 from .native_adam import trusted_kernel
 from .optimizer import AmpScaling, OptimizerPatch
 from .saved import SavedWeights
+from .slabs import SlabAccess
+from .state import ParameterState
 from .tensors import TensorFactory
 from .torch_adam import single_threaded
 from .update import LayerUpdate
@@ -162,6 +165,9 @@ class Runtime:
             self.guards.attach(module)
         self.guards.attach_root(model)
         self.patch = OptimizerPatch(optimizer, self._home, step=self.step, settle=self.synchronize)
+        self.slabs = SlabAccess(
+            model, self.layers, self._home, self.weights, self.driver, step_of=self.patch.step_of
+        )
         self._build_updates()
 
     def _build_updates(self) -> None:
@@ -299,7 +305,7 @@ class Runtime:
         for layer in layers:
             if layer.held():
                 raise OffloadError(
-                    f"step: a tensor still aliases the device copy of layer {layer.name!r}, whose weights are "
+                    f"a tensor still aliases the device copy of layer {layer.name!r}, whose weights are "
                     "about to change; delete it, or clone() what you keep of a weight"
                 )
         for layer in layers:
@@ -317,6 +323,28 @@ class Runtime:
     def synchronize(self) -> None:
         """Block until every update under way is done: parameters, gradients and state may then be read."""
         self.updates.wait_all()
+
+    @contextlib.contextmanager
+    def state_at_home(self, *, write: bool = False) -> Iterator[list[ParameterState]]:
+        """All training state as live CPU tensors, in the order of ``model.named_parameters()``.
+
+        No update is under way while it is open.  With `write` every layer's device copy is given up first, and
+        what was written is the state from then on; whoever writes a master writes its weight too.
+
+        Raises
+        ------
+        OffloadError
+            The model was restored, or, with `write`, a tensor still aliases the device copy of a layer.
+        """
+        self._require_open()
+        self.synchronize()
+        self.scopes.reset()
+        self._check_parameters()
+        if write:
+            self.stream().synchronize()
+            self._release_weights(self.layers)
+        with self.slabs.open(write=write) as states:
+            yield states
 
     # -- changes by the user ------------------------------------------------------------------------------
     def _check_parameters(self) -> None:

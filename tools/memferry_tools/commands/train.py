@@ -57,6 +57,13 @@ def command(
         bool,
         typer.Option("--verify", help="Repeat the run in plain PyTorch; exit status 1 if one bit differs."),
     ] = False,
+    save: Annotated[
+        str | None, typer.Option(help="Folder for a checkpoint, written at the end; it always holds a whole one.")
+    ] = None,
+    save_every: Annotated[int | None, typer.Option(help="Write it after every so many steps, too.")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Go on from the checkpoint in this folder, to --steps steps in all.")
+    ] = None,
     json: Annotated[str | None, typer.Option(help="Write settings, machine, samples and summary here.")] = None,
 ) -> int:
     """Train a Llama-like language model through a budget of device memory."""

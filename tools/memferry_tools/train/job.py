@@ -10,6 +10,7 @@ from memferry_rt import Report
 from ..errors import ToolError
 from ..screen import Screen
 from ..version import version
+from .checkpoints import Identity, Saved, check_savable
 from .data import Batches
 from .determinism import deterministic_kernels
 from .device import Target, find_target
@@ -35,6 +36,7 @@ def run(options: TrainOptions) -> int:
         0, or 1 if a comparison was asked for and found a difference.
     """
     check_writable(options.json)
+    check_savable(options.save, options.resume)
     try:
         with deterministic_kernels() if options.verify else nullcontext():
             return _run(options)
@@ -45,17 +47,26 @@ def run(options: TrainOptions) -> int:
 
 
 def _run(options: TrainOptions) -> int:
+    saved = Saved.find(options.resume)
     target = find_target(options.device)
     tokens = tokenise(read_text(options.data), options.tokenizer)
     recipe = options.settle(emulated=target.emulated, vocabulary=tokens.vocabulary)
     batches = Batches(tokens, recipe)
+    identity = Identity.of(options.preset, recipe, tokens)
+    if saved is not None:
+        saved.check(identity, recipe.steps)
     screen = Screen()
     screen.title(f"memferry {version()}: train")
     screen.rows(plan_rows(options, recipe, tokens, target))
-    run, report = _train(options, recipe, batches, target, screen)
+    if saved is not None:
+        screen.rows([("resumed", f"{saved.path}, after {saved.step} steps")])
+    first = 0 if saved is None else saved.step
+    run, report = _train(options, recipe, batches, target, screen, identity, first)
     screen.title("done")
     screen.rows(summary_rows(run, report, recipe, target))
-    comparison = _verify(run, recipe, batches, target, screen) if options.verify else None
+    if options.save is not None:
+        screen.rows([("saved", f"{options.save}, after {recipe.steps} steps")])
+    comparison = _verify(run, recipe, batches, target, screen, first) if options.verify else None
     if options.json is not None:
         write_results(options.json, results(options, recipe, tokens, target, run, report, comparison))
         screen.rows([("written", str(options.json))])
@@ -63,7 +74,13 @@ def _run(options: TrainOptions) -> int:
 
 
 def _train(
-    options: TrainOptions, recipe: Recipe, batches: Batches, target: Target, screen: Screen
+    options: TrainOptions,
+    recipe: Recipe,
+    batches: Batches,
+    target: Target,
+    screen: Screen,
+    identity: Identity,
+    first: int,
 ) -> tuple[Run, Report]:
     placement = Placement(
         target,
@@ -72,19 +89,27 @@ def _train(
         pool_memory=options.pool_memory,
         async_step=options.async_step,
     )
-    with OffloadedTraining(recipe, batches, placement) as training:
+    with OffloadedTraining(recipe, batches, placement, options.resume) as training:
+
+        def save(step: int) -> None:
+            due = step == recipe.steps or (options.save_every is not None and step % options.save_every == 0)
+            if options.save is not None and due:
+                training.save(options.save, identity.extra(step))
+
         screen.rows(placement_rows(training.report(), recipe))
-        with screen.progress("training", recipe.steps) as show:
-            run = run_steps(training, recipe, _shown(show, recipe), keep_parameters=options.verify)
+        with screen.progress("training", recipe.steps - first) as show:
+            shown = _shown(show, recipe)
+            run = run_steps(training, recipe, shown, keep_parameters=options.verify, first=first, save=save)
         return run, training.report()
 
 
-def _verify(run: Run, recipe: Recipe, batches: Batches, target: Target, screen: Screen) -> Comparison:
-    screen.title("the same steps in plain PyTorch")
+def _verify(run: Run, recipe: Recipe, batches: Batches, target: Target, screen: Screen, first: int) -> Comparison:
+    """Compare with the uninterrupted run in plain PyTorch, whose `first` steps were made by an earlier process."""
+    screen.title("the same steps in plain PyTorch" + (", and those before" if first else ""))
     training = PlainTraining(recipe, batches, target.torch_device)
     with screen.progress("verifying", recipe.steps) as show:
         reference = run_steps(training, recipe, _shown(show, recipe), keep_parameters=True)
-    comparison = compare(run, reference)
+    comparison = compare(run, reference.since(first))
     screen.rows([("verify", comparison_text(comparison))])
     return comparison
 

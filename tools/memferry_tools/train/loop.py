@@ -55,6 +55,11 @@ class Run:
     losses: list[float]
     parameters: dict[str, torch.Tensor]
 
+    def since(self, first: int) -> Run:
+        """The same without its first `first` steps."""
+        per_step = len(self.losses) // max(1, len(self.samples))
+        return Run(self.samples[first:], self.losses[first * per_step :], self.parameters)
+
     @property
     def iteration_s(self) -> float:
         """Median seconds of a step, the warm-up left out."""
@@ -76,8 +81,16 @@ class Training(Protocol):
         """Copies of the fp32 parameters by name, on the CPU."""
 
 
-def run_steps(training: Training, recipe: Recipe, show: Callable[[Sample], None], *, keep_parameters: bool) -> Run:
-    """All steps of a recipe.
+def run_steps(
+    training: Training,
+    recipe: Recipe,
+    show: Callable[[Sample], None],
+    *,
+    keep_parameters: bool,
+    first: int = 0,
+    save: Callable[[int], None] = lambda step: None,
+) -> Run:
+    """The steps of a recipe.
 
     Parameters
     ----------
@@ -87,11 +100,15 @@ def run_steps(training: Training, recipe: Recipe, show: Callable[[Sample], None]
         Told of every step.
     keep_parameters : bool
         Whether the result has the parameters; they take 4 bytes each.
+    first : int
+        Steps that have been made before.
+    save : callable
+        Called between steps, with the number of those made; not in the times.
     """
     samples: list[Sample] = []
     losses: list[float] = []
     before = time.perf_counter()
-    for number in range(recipe.steps):
+    for number in range(first, recipe.steps):
         result = training.step(number)
         now = time.perf_counter()
         seconds, before = now - before, now
@@ -106,6 +123,8 @@ def run_steps(training: Training, recipe: Recipe, show: Callable[[Sample], None]
         losses += result.losses
         samples.append(sample)
         show(sample)
+        save(number + 1)
+        before = time.perf_counter()
     return Run(samples, losses, training.parameters() if keep_parameters else {})
 
 

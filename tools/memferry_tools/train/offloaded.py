@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import memferry_rt
-from memferry_rt import BudgetError, Report
+from memferry_rt import BudgetError, CheckpointError, Report
 
+from ..errors import ToolError
 from .data import Batches
 from .device import Target
 from .initial import FirstWeights, model_on_meta
@@ -39,19 +42,22 @@ class OffloadedTraining:
     recipe : Recipe
     batches : Batches
     placement : Placement
+    resume : Path, optional
+        A checkpoint to begin with.
 
     Raises
     ------
     BudgetError
         The memory the user allows is too little.
     ToolError
-        It held the weights, and not what torch computes with them.
+        It held the weights, and not what torch computes with them; or the checkpoint cannot be loaded.
     """
 
-    def __init__(self, recipe: Recipe, batches: Batches, placement: Placement) -> None:
+    def __init__(self, recipe: Recipe, batches: Batches, placement: Placement, resume: Path | None = None) -> None:
         self._recipe = recipe
         self._batches = batches
         self._placement = placement
+        self._resume = resume
         self._interrupts = Interrupts()
 
     def __enter__(self) -> OffloadedTraining:
@@ -103,6 +109,19 @@ class OffloadedTraining:
         """See `Training`."""
         return {name: value.clone() for name, value in self._runtime.master_parameters().items()}
 
+    def save(self, path: Path, extra: Any) -> None:
+        """Save everything that going on needs, and `extra`.
+
+        Raises
+        ------
+        ToolError
+            It could not be written; what was saved before still is.
+        """
+        try:
+            memferry_rt.save(path, self._model, self._optimizer, extra=extra)
+        except CheckpointError as error:
+            raise ToolError(f"--save: {error}") from error
+
     def _build(self) -> None:
         recipe, placement = self._recipe, self._placement
         self._model = model_on_meta(recipe)
@@ -117,13 +136,23 @@ class OffloadedTraining:
                 raise
             self._offload(error.smallest)  # refused before anything was changed
         self._runtime = memferry_rt.runtime_of(self._model)
+        if self._resume is not None:
+            self._load(self._resume)
+
+    def _load(self, path: Path) -> None:
+        try:
+            memferry_rt.load(path, self._model, self._optimizer)
+        except CheckpointError as error:
+            self._runtime.close()
+            raise ToolError(f"--resume: {error}") from error
 
     def _offload(self, device_memory: int) -> None:
         first = FirstWeights(self._model, self._recipe.seed)
 
         def initialise(module: nn.Module) -> None:
             self._interrupts.check()
-            first(module)
+            if self._resume is None:
+                first(module)
 
         memferry_rt.offload(
             self._model,

@@ -34,6 +34,10 @@ class TrainOptions:
         ``"auto"``, ``"cuda:N"`` or ``"emulated"``.
     device_memory, host_memory, pool_memory : int or None
     async_step, verify : bool
+    save, resume : Path or None
+        Folders of checkpoints.
+    save_every : int or None
+        Steps between two saves; None saves at the end only.
     """
 
     preset: str
@@ -47,6 +51,9 @@ class TrainOptions:
     pool_memory: int | None
     async_step: bool
     verify: bool
+    save: Path | None
+    save_every: int | None
+    resume: Path | None
     json: Path | None
 
     @classmethod
@@ -73,6 +80,9 @@ class TrainOptions:
         async_step: bool = True,
         seed: int = 0,
         verify: bool = False,
+        save: str | None = None,
+        save_every: int | None = None,
+        resume: str | None = None,
         json: str | None = None,
     ) -> TrainOptions:
         """Options from what a user writes.
@@ -87,6 +97,8 @@ class TrainOptions:
             raise ToolError(f"--device: {device!r} is none; write auto, cuda:0 or emulated")
         if dtype not in ("auto", *DTYPES):
             raise ToolError(f"--dtype: {dtype!r} is not known; write auto, {' or '.join(DTYPES)}")
+        if save_every is not None and save is None:
+            raise ToolError("--save-every: there is no --save DIR to save to")
         recipe = Recipe(
             shape=replace(known.shape, tied=tied),
             checkpointing=known.checkpointing if checkpointing is None else checkpointing,
@@ -112,6 +124,9 @@ class TrainOptions:
             pool_memory=_size(pool_memory, "--pool-memory"),
             async_step=async_step,
             verify=verify,
+            save=_path(save, "--save"),
+            save_every=None if save_every is None else _at_least(1, save_every, 1, "--save-every"),
+            resume=_path(resume, "--resume"),
             json=_path(json, "--json"),
         )
 

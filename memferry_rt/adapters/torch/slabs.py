@@ -1,0 +1,114 @@
+"""Training state in a runtime's slabs, opened for whoever saves or loads it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from memferry_allocator import Driver, Mode, Place, ShadowBuffer
+
+from .layer import LayerState
+from .state import MOMENTS, Moments, ParameterState, plain_name
+
+
+class SlabAccess:
+    """Opens all training state at home in host memory.
+
+    Parameters
+    ----------
+    model : nn.Module
+    layers : sequence of LayerState
+    home : mapping of Parameter to (LayerState, index)
+    weights : ShadowBuffer
+        One partition for every layer.
+    driver : Driver
+    step_of : callable
+        A parameter's live step number.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[LayerState],
+        home: Mapping[nn.Parameter, tuple[LayerState, int]],
+        weights: ShadowBuffer,
+        driver: Driver,
+        *,
+        step_of: Callable[[nn.Parameter], torch.Tensor],
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._home = home
+        self._weights = weights
+        self._driver = driver
+        self._step_of = step_of
+
+    @contextlib.contextmanager
+    def open(self, *, write: bool) -> Iterator[list[ParameterState]]:
+        """All state as live CPU tensors, in the order of ``model.named_parameters()``.
+
+        No update may be under way, and with `write` no layer may have a device copy in use.
+        """
+        with contextlib.ExitStack() as views:
+            for layer in self._layers:
+                self._acquire(layer, views, write=write)
+            try:
+                yield [self._state_of(name, parameter) for name, parameter in self._model.named_parameters()]
+            finally:
+                if write:
+                    for layer in self._layers:
+                        layer.touch(range(len(layer.parameters)))
+
+    def _acquire(self, layer: LayerState, views: contextlib.ExitStack, *, write: bool) -> None:
+        view = self._weights[layer.index].acquire(Place.HOST, Mode.READ_WRITE if write else Mode.READ)
+        views.callback(view.release)
+        if layer.state_span.nbytes:
+            spans = [layer.state_span]
+            state = self._driver.host_access(
+                reads=spans, writes=spans if write else [], label=f"state of {layer.name}"
+            )
+            views.callback(state.end)
+
+    def _state_of(self, name: str, parameter: nn.Parameter) -> ParameterState:
+        layer, index = self._home[parameter]
+        spec = layer.layout.slots[index].spec
+        weight = layer.in_shape(index, layer.cpu_weight(index))
+        if not spec.updated:
+            return ParameterState(plain_name(name), parameter, weight, None, None)
+        master = layer.in_shape(index, layer.cpu_state(index, "master")) if spec.master else None
+        moments = {key: layer.in_shape(index, layer.cpu_state(index, key)) for key in MOMENTS}
+        state = SlabState(self._step_of(parameter), moments)
+        return ParameterState(plain_name(name), parameter, weight, master, state)
+
+
+class SlabState:
+    """See `OptimizerState`; the state lies in a runtime's slabs.
+
+    Parameters
+    ----------
+    step : Tensor
+        The live step number.
+    moments : dict of str to Tensor
+        Views of the slabs.
+    """
+
+    def __init__(self, step: torch.Tensor, moments: Moments) -> None:
+        self._step = step
+        self._moments = moments
+
+    def step(self) -> float:
+        return float(self._step)
+
+    def moments(self) -> Moments:
+        return self._moments
+
+    def begin(self, step: float) -> Moments:
+        self._step.fill_(step)
+        return self._moments
+
+    def clear(self) -> None:
+        for moment in self.begin(0.0).values():
+            moment.zero_()
