@@ -28,7 +28,10 @@ lint: $(READY)
 bench:  ## needs a CUDA device
 	$(RUN)python benchmarks/first_light.py
 
-$(READY): requirements-dev.txt pyproject.toml setup.py $(wildcard memferry_rt/native/*.[ch]) memferry_rt/native/build.py
+NATIVE := $(wildcard memferry_rt/native/*.[ch] memferry_rt/native/build.py allocator/memferry_allocator/native/*.[ch] \
+  allocator/memferry_allocator/native/*.cpp allocator/memferry_allocator/native/build.py)
+
+$(READY): requirements-dev.txt pyproject.toml setup.py $(NATIVE)
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)python -m pip install --quiet --upgrade pip
 	$(RUN)python -m pip install --quiet -r requirements-dev.txt

@@ -251,11 +251,41 @@ def test_one_event_serves_everything_freed_before_it(device: Device, pool: Pool,
         pool.free(pointer, KIB, other)
 
 
+def test_joined_memory_waits_for_what_was_freed_last(native: Native, device: Device, pool: Pool) -> None:
+    """The event that covers the left half, and was recorded for another block, does not cover the right half."""
+    one, other = device.stream(), device.stream()
+    order = Order(native)
+    numbers = [order.number(stream) for stream in (one, other)]
+    left, right, third = (pool.allocate(nbytes, one) for nbytes in (KIB, KIB, 2 * KIB))
+    pool.free(left, KIB, one)
+    pool.free(third, 2 * KIB, one)
+    assert pool.allocate(2 * KIB, other) == third
+    last = order.work(numbers[0])
+    pool.free(right, KIB, one)
+    assert pool.allocate(2 * KIB, other) == left
+    assert order.is_behind(numbers[1], last)
+    for pointer in (left, third):
+        pool.free(pointer, 2 * KIB, other)
+
+
+def test_the_same_stream_waits_for_others_that_used_the_memory(device: Device, pool: Pool) -> None:
+    one, other = device.stream(), device.stream()
+    pointer = pool.allocate(KIB, one)
+    pool.record_use(pointer, other)
+    pool.free(pointer, KIB, one)
+    pool.free(pool.allocate(4 * KIB, one), 4 * KIB, one)
+    pointer = pool.allocate(KIB, one)
+    pool.record_use(pointer, other)
+    pool.free(pointer, KIB, one)
+    pool.free(pool.allocate(KIB, one), KIB, one)
+    assert pool.statistics.waits >= 2
+
+
 def test_the_legacy_stream_is_one_under_both_its_names(native: Native, device: Device, pool: Pool) -> None:
-    names = [native.ffi.NULL, native.ffi.cast("void *", 1)]
-    for name in (0, 1):
-        pool.free(pool.allocate(KIB, names[name]), KIB, names[1 - name])
-    assert pool.statistics.waits == 0
+    null, legacy = native.ffi.NULL, native.ffi.cast("void *", 1)
+    pool.free(pool.allocate(KIB, null), KIB, null)
+    pool.free(pool.allocate(KIB, legacy), KIB, legacy)
+    assert (pool.statistics.waits, pool.statistics.hits) == (0, 1)
     with pytest.raises(Refused, match="UNSUPPORTED: allocate: the per-thread default stream"):
         pool.allocate(KIB, native.ffi.cast("void *", 2))
 
