@@ -1,4 +1,7 @@
-"""The examples of the documentation run, page by page, as they stand there."""
+"""The examples of the documentation run, page by page, as they stand there.
+
+What is fenced as ``python`` is run, everything of a page in one piece; fragments are fenced as ``py``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ def examples(page: str) -> str:
 
 
 @pytest.mark.parametrize("page", [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))])
-def test_the_examples_run(page: str) -> None:
+def test_the_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     code = examples(page)
     if code:
         exec(compile(code, page, "exec"), {"__name__": "example"})

@@ -1,11 +1,9 @@
-"""What is measured; each case returns what is worth keeping, or None where it cannot run."""
+"""What is measured of the allocator, and the figures of its table."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from memferry_allocator import (
@@ -21,29 +19,45 @@ from memferry_allocator import (
     replay,
 )
 
+from ..runner import Benchmark, Settings
+from ..timing import per_call, summary
 from . import peers
 from .recorded import record
-from .timing import per_call, summary
 
 MIB, GIB = 1 << 20, 1 << 30
-CASES: dict[str, Callable[[Settings], Any]] = {}
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Where and how much."""
+def summarise(found: dict[str, Any]) -> dict[str, Any]:
+    """Microseconds, ratios and shares, as the documentation's table has them."""
+    summary: dict[str, Any] = {}
+    for name in ("pool", "driver", "torch", "cupy", "rmm"):
+        timed = found.get(f"pair_{name}")
+        summary[f"pair_{name}_us"] = None if timed is None else timed["median_s"] * 1e6
+    pool = summary["pair_pool_us"]
+    for name in ("driver", "torch"):
+        other = summary[f"pair_{name}_us"]
+        summary[f"pair_{name}_over_pool"] = None if other is None or pool is None else other / pool
+    for name in ("slab", "segments", "virtual", "torch", "rmm"):
+        replayed = found.get(f"replay_{name}")
+        summary[f"fragmentation_{name}"] = None if replayed is None else replayed["fragmentation"]
+    arena, pinned = found.get("arena"), found.get("pinned_torch")
+    if arena is not None:
+        summary["arena_s"] = arena["seconds"]
+        summary["arena_resident_over_asked"] = arena["resident_bytes"] / arena["asked_bytes"]
+    if arena is not None and pinned is not None:
+        summary["pinned_torch_s"] = pinned["seconds"]
+        summary["pinned_torch_over_arena"] = pinned["seconds"] / arena["seconds"]
+        summary["pinned_torch_resident_over_asked"] = pinned["resident_bytes"] / pinned["asked_bytes"]
+    acquired = found.get("acquire")
+    if acquired is not None:
+        summary["acquire_us"] = acquired["acquire"]["median_s"] * 1e6
+        summary["release_us"] = acquired["release"]["median_s"] * 1e6
+        summary["acquire_over_copy_us"] = acquired["over_copy_s"] * 1e6
+    return summary
 
-    device: str
-    small: bool
 
-    @property
-    def cuda(self) -> bool:
-        return self.device == "cuda"
-
-
-def case(function: Callable[[Settings], Any]) -> Callable[[Settings], Any]:
-    CASES[function.__name__] = function
-    return function
+BENCHMARK = Benchmark("allocator", summarise)
+case = BENCHMARK.case
 
 
 @case

@@ -10,7 +10,7 @@ from typing import Any
 
 from memferry_allocator.device.log import Action, LogEntry
 
-from .timing import per_call
+from ..timing import per_call
 
 Pair = Callable[[], object]
 

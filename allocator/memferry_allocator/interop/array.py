@@ -8,7 +8,7 @@ know no read-only memory get it against the promise not to write.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -168,7 +168,7 @@ class Array:
 
 
 def as_host(
-    view: View, dtype: object, shape: Sequence[int] | None = None, *, promise_not_to_write: bool = False
+    view: View, dtype: Hashable, shape: Sequence[int] | None = None, *, promise_not_to_write: bool = False
 ) -> Array:
     """A HOST view for libraries that compute on the CPU.
 
@@ -194,7 +194,7 @@ def as_host(
 
 
 def as_pinned(
-    view: View, dtype: object, shape: Sequence[int] | None = None, *, promise_not_to_write: bool = False
+    view: View, dtype: Hashable, shape: Sequence[int] | None = None, *, promise_not_to_write: bool = False
 ) -> Array:
     """A HOST view as page-locked memory, for libraries that know of it; the others see it as the CPU's."""
     pinned = view.partition.space.driver.name == "cuda"
@@ -209,7 +209,7 @@ def as_pinned(
 
 
 def as_device(
-    view: View, dtype: object, shape: Sequence[int] | None = None, *, promise_not_to_write: bool = False
+    view: View, dtype: Hashable, shape: Sequence[int] | None = None, *, promise_not_to_write: bool = False
 ) -> Array:
     """A DEVICE or MAPPED view for libraries that compute on the device.
 
@@ -222,7 +222,7 @@ def as_device(
 
 def _array(
     view: View,
-    dtype: object,
+    dtype: Hashable,
     shape: Sequence[int] | None,
     places: tuple[Place, ...],
     device: tuple[DeviceType, int],

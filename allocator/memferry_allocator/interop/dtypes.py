@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -34,7 +36,8 @@ _TYPES = {name: plain_element_type(name) for name in _CODES}
 _BY_CODE = {(int(_CODES[name]), 8 * kind.itemsize): kind for name, kind in _TYPES.items()}
 
 
-def element_type(dtype: object) -> ElementType:
+@lru_cache(maxsize=256)
+def element_type(dtype: Hashable) -> ElementType:
     """The type meant by a name, a NumPy dtype, or a framework's own dtype object.
 
     Raises

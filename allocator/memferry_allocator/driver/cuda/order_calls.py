@@ -30,21 +30,26 @@ class OrderCalls(CudaCore):
         return Stream(self, device, int(handle), owned=False)
 
     def destroy_stream(self, stream: Stream) -> None:
-        if self._forked:
+        if self._forked or not stream.owned:
             return
         with self._lock:
-            if not stream.owned or stream.handle is CLOSED or self._closed:
+            if stream.handle is CLOSED or self._closed:
                 return
             handle = self._stream(stream)
             if handle in self._captured and stream.device not in self._lost:
                 code = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
                 raise DriverError(code, "destroy_stream", "end the capture first")
+        lost = stream.device in self._lost
+        if not lost:  # first: whoever finds a stream closed takes its work for done
+            with self._on(stream.device):
+                self._check(stream.device, "synchronize", cu.cuStreamSynchronize(handle))
+        with self._lock:
+            if stream.handle is CLOSED:  # by another thread, meanwhile
+                return
             object.__setattr__(stream, "handle", CLOSED)
-        if stream.device in self._lost:
-            return
-        with self._on(stream.device):
-            self._check(stream.device, "synchronize", cu.cuStreamSynchronize(handle))
-            self._check(stream.device, "destroy_stream", cu.cuStreamDestroy(handle))
+        if not lost:
+            with self._on(stream.device):
+                self._check(stream.device, "destroy_stream", cu.cuStreamDestroy(handle))
 
     def stream_wait(self, stream: Stream, event: Event) -> None:
         handle, other = self._stream(stream), self._event(event)
