@@ -51,8 +51,9 @@ class Block:
         return start if self.end - start >= size else None
 
     def marks(self, start: int, end: int) -> list[Mark]:
-        """The marks on a part of it, each once."""
-        return list(dict.fromkeys(mark for low, high, mark in self.uses if low < end and start < high))
+        """The marks on a part of it, each once, the latest first: it covers the earlier ones of its stream."""
+        found = dict.fromkeys(mark for low, high, mark in self.uses if low < end and start < high)
+        return sorted(found, key=lambda mark: mark.age) if len(found) > 1 else list(found)
 
 
 class FreeBlocks:
