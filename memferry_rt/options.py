@@ -21,6 +21,7 @@ class OffloadOptions:
     layers: tuple[str, ...] | None = None
     pool_memory: int | None = None
     async_step: bool = False
+    optimizer_split: str | float = "auto"
     emulated: EmulatedOptions | None = None
 
     @classmethod
@@ -35,6 +36,7 @@ class OffloadOptions:
         layers: Sequence[str] | None,
         pool_memory: str | int | None,
         async_step: bool,
+        optimizer_split: str | float,
         emulated: EmulatedOptions | None,
     ) -> OffloadOptions:
         """Options from what a user writes.
@@ -42,7 +44,7 @@ class OffloadOptions:
         Raises
         ------
         InvalidRequestError
-            A size or a norm makes no sense.
+            A size, a norm or a share makes no sense.
         """
         if max_grad_norm is not None and not (max_grad_norm > 0 and math.isfinite(max_grad_norm)):
             raise InvalidRequestError(
@@ -57,5 +59,17 @@ class OffloadOptions:
             layers=None if layers is None else tuple(layers),
             pool_memory=None if pool_memory is None else parse_size(pool_memory, name="pool_memory"),
             async_step=async_step,
+            optimizer_split=_split(optimizer_split),
             emulated=emulated,
         )
+
+
+def _split(split: str | float) -> str | float:
+    if isinstance(split, str):
+        if split in ("auto", "cpu"):
+            return split
+    elif 0 <= split <= 1:
+        return float(split)
+    raise InvalidRequestError(
+        f"optimizer_split: {split!r} is neither 'auto' nor 'cpu' nor the device's share, a number from 0 to 1"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -24,15 +25,23 @@ class UpdateQueue:
     Parameters
     ----------
     threads : int
-        By default all processors this process may use but one, which is left to the launching thread.
+        By default all processors this process may use but one, which is left to the launching thread, and
+        another with a feeder.
     start : callable, optional
         Called once in every thread before its first piece.
+    feeder : bool
+        Enqueue device work in a thread of its own, not in the one that calls `feed`.
     """
 
-    def __init__(self, threads: int | None = None, *, start: Callable[[], None] | None = None) -> None:
-        self.threads = threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    def __init__(
+        self, threads: int | None = None, *, start: Callable[[], None] | None = None, feeder: bool = False
+    ) -> None:
+        left = 2 if feeder else 1
+        self.threads = threads or max(1, len(os.sched_getaffinity(0)) - left)
         self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="memferry-update")
+        self._feeder = ThreadPoolExecutor(1, thread_name_prefix="memferry-feeder") if feeder else None
         self._pending: dict[int, _Update] = {}
+        self._times: list[tuple[float, float]] = []
         together = threading.Barrier(self.threads)
 
         def begin() -> None:
@@ -53,7 +62,39 @@ class UpdateQueue:
         end : callable
             Called by whoever waits for the layer, when every piece has run or failed.
         """
-        self._pending[layer] = _Update([self._pool.submit(piece) for piece in pieces], end)
+        self._pending[layer] = _Update([self._pool.submit(self._timed, piece) for piece in pieces], end)
+
+    def feed(self, layer: int, enqueue: Callable[[], None], end: Callable[[], None]) -> None:
+        """Queue the update of a layer that the device makes; its previous one must have been waited for.
+
+        Parameters
+        ----------
+        enqueue : callable
+            Enqueues the work, after that of the layers before.
+        end : callable
+            Called by whoever waits for the layer, when all is enqueued.
+        """
+        if self._feeder is not None:
+            self._pending[layer] = _Update([self._feeder.submit(enqueue)], end)
+            return
+        fed: Future[None] = Future()
+        try:
+            enqueue()
+        except Exception as error:
+            fed.set_exception(error)
+        else:
+            fed.set_result(None)
+        self._pending[layer] = _Update([fed], end)
+
+    def busy(self) -> float:
+        """Seconds from the first to the last piece that have run since the last call."""
+        times, self._times = self._times, []
+        return max((end for _, end in times), default=0.0) - min((begin for begin, _ in times), default=0.0)
+
+    def _timed(self, piece: Callable[[], None]) -> None:
+        begin = time.perf_counter()
+        piece()
+        self._times.append((begin, time.perf_counter()))
 
     def poll(self, layer: int) -> bool:
         """Whether a layer's update is over, without blocking."""
@@ -86,3 +127,5 @@ class UpdateQueue:
     def close(self) -> None:
         """Finish what is queued and end the threads; a second call does nothing."""
         self._pool.shutdown()
+        if self._feeder is not None:
+            self._feeder.shutdown()

@@ -29,6 +29,16 @@ class Geometry:
     stride: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Residence:
+    """Device memory that is the home of a layer's optimizer state and gradients, as bytes."""
+
+    state_span: Span
+    gradient_span: Span
+    state: torch.Tensor
+    gradient: torch.Tensor
+
+
 class DeviceViews:
     """A layer's weights at one place in the device pool."""
 
@@ -68,6 +78,8 @@ class LayerState:
     ----------
     current : DeviceViews or None
         Where in device memory it was used last.
+    residence : Residence or None
+        Where its optimizer state and gradients are at home in device memory; None while that is host memory.
     host_weights, gradients : list of Tensor
         In the parameters' shapes, over host pages as the device sees them; `gradients` has None for
         parameters that get none.
@@ -88,6 +100,7 @@ class LayerState:
         self.geometry = geometry
         self._offsets = [slot.weight for slot in layout.slots]
         self.current: DeviceViews | None = None
+        self.residence: Residence | None = None
         self._factory = factory
         self._places: OrderedDict[int, DeviceViews] = OrderedDict()
         self.weight_span = arena.cut(layout.weight_nbytes)
@@ -135,6 +148,24 @@ class LayerState:
         if kind == "master" and not slot.spec.master:
             return self.cpu_weight(index)
         return self.cpu("state", getattr(slot, kind), torch.float32, slot.spec.numel)
+
+    def state(self, index: int, kind: str) -> torch.Tensor:
+        """Flat fp32 state of a parameter where it is at home; kinds as for `cpu_state`."""
+        slot = self.layout.slots[index]
+        if self.residence is None or (kind == "master" and not slot.spec.master):
+            return self.cpu_state(index, kind)
+        start = getattr(slot, kind)
+        return self.residence.state[start : start + slot.spec.numel * 4].view(torch.float32)
+
+    def gradient_home(self, index: int) -> torch.Tensor:
+        """Where a parameter's gradient belongs, in the parameter's shape."""
+        slot, form = self.layout.slots[index], self.geometry[index]
+        if self.residence is not None:
+            with torch.inference_mode(False):
+                return shaped(self.residence.gradient, slot.gradient, form.dtype, form.shape, form.stride)
+        home = self.gradients[index]
+        assert home is not None
+        return home
 
     def in_shape(self, index: int, flat: torch.Tensor) -> torch.Tensor:
         """A flat tensor of a parameter's elements, in the parameter's shape."""

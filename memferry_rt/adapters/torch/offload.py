@@ -12,15 +12,18 @@ from torch.optim import Optimizer
 
 from memferry_allocator import Driver, EmulatedOptions, InvalidRequestError, format_size, open_device
 
+from ...device_update import open_device_update
 from ...errors import BudgetError, OffloadError, UnsupportedError
 from ...layout import LayerLayout
 from ...options import OffloadOptions
-from .budget import Budget, plan_budget
+from .budget import Budget, UpdateRoom, plan_budget
 from .convert import Materialiser, ParameterInit, plan_layouts
 from .cut import Cut, cut_layers, find_owners
+from .native_adam import trusted_kernel
 from .optimizer import check_optimizer
 from .runtime import Runtime
 from .tensors import DTYPES
+from .update import room_for_updates
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741 - the usual letter
@@ -40,6 +43,7 @@ def offload(
     layers: Sequence[str] | None = None,
     pool_memory: str | int | None = None,
     async_step: bool = False,
+    optimizer_split: str | float = "auto",
     param_init_fn: ParameterInit | None = None,
     emulated: EmulatedOptions | None = None,
 ) -> tuple[M, O]:
@@ -78,6 +82,11 @@ def offload(
     async_step : bool
         Let ``optimizer.step()`` return before the update is complete; a forward waits for each layer as it
         comes to it.  Faster; before reading parameters in any other way, call `synchronize`.
+    optimizer_split : str or float
+        Who updates.  ``"cpu"``: the CPU alone.  A number from 0 to 1: the device's share of the parameters, as far
+        as `device_memory` has room for it; layers whose state can live there first, then layers whose state is
+        streamed through it.  ``"auto"``: what has room lives there, and the rest is shared by measured speed.  It
+        never changes the result.
     param_init_fn : callable, optional
         Initialises the parameters that a module itself owns, for models on ``meta``; by default
         ``module.reset_parameters()``.
@@ -109,6 +118,7 @@ def offload(
         layers=layers,
         pool_memory=pool_memory,
         async_step=async_step,
+        optimizer_split=optimizer_split,
         emulated=emulated,
     )
     dtype = _compute_dtype(options.compute_dtype)
@@ -118,9 +128,16 @@ def offload(
     updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     cuts = cut_layers(model, options.layers)
     layouts, geometries = plan_layouts(cuts, updated, dtype)
-    budget = _plan(model, cuts, layouts, options, driver, ordinal)
+    split = options.optimizer_split
+    update = None if split == "cpu" else open_device_update(driver, ordinal, trusted_kernel())
+    room = (
+        None if update is None else room_for_updates(layouts, geometries, 1.0 if split == "auto" else float(split))
+    )
+    budget = _plan(model, cuts, layouts, options, driver, ordinal, room)
     materialiser = Materialiser(model, param_init_fn)
-    runtime = Runtime(model, optimizer, options, driver, ordinal, cuts, layouts, geometries, budget, materialiser)
+    runtime = Runtime(
+        model, optimizer, options, driver, ordinal, cuts, layouts, geometries, budget, materialiser, update
+    )
     budget.begin()
     model.__dict__[_ATTRIBUTE] = runtime
     return model, optimizer
@@ -188,6 +205,7 @@ def _plan(
     options: OffloadOptions,
     driver: Driver,
     ordinal: int,
+    room: UpdateRoom | None,
 ) -> Budget:
     host = sum(layout.host_nbytes for layout in layouts)
     if options.host_memory is not None and host > options.host_memory:
@@ -207,6 +225,7 @@ def _plan(
         _used_together(model, cuts),
         pool=options.pool_memory,
         device=ordinal if cuda else None,
+        room=room,
     )
 
 

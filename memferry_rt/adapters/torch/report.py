@@ -1,0 +1,42 @@
+"""What a runtime says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...split import UpdateRates
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is where, in bytes, and what has happened.
+
+    Attributes
+    ----------
+    stream_nbytes : int
+        The ring through which optimizer state is streamed.
+    resident_parameters, streamed_parameters : int
+        Whose state lives on the device, and whose was streamed through it in the last step.
+    update_rates : UpdateRates
+        What the shares of CPU and device are balanced by.
+    """
+
+    device: str
+    device_name: str
+    layers: int
+    parameters: int
+    weight_nbytes: int
+    host_nbytes: int
+    device_memory: int
+    pool_nbytes: int
+    ring_nbytes: int
+    stream_nbytes: int
+    device_peak: int
+    host_to_device_nbytes: int
+    device_to_host_nbytes: int
+    resident_parameters: int
+    streamed_parameters: int
+    update_rates: UpdateRates
+    steps: int
+    skipped_steps: int
+    grad_norm: float | None

@@ -1,0 +1,261 @@
+"""The update of a step: every layer's, by whom it is made, and how its new weights become visible."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from memferry_allocator import Driver, Mode, Place, Stream
+
+from ...device_update import DeviceUpdate
+from ...errors import OffloadError
+from ...native import AdamSettings
+from ...split import UpdateRates, spread
+from ...streaming import StatePiece
+from ...updates import UpdateQueue
+from .gradients import GradientSlot
+from .layer import LayerState
+from .memory import DeviceMemory
+from .optimizer import AmpScaling, OptimizerPatch
+from .update import LayerUpdate
+
+
+@dataclass(frozen=True)
+class GradientScale:
+    """The norm of all gradients, and the factor that unscales and clips them; None if the step must be skipped."""
+
+    norm: float
+    factor: float | None
+
+
+def gradient_scale(
+    present: Sequence[GradientSlot], scaling: AmpScaling | None, max_grad_norm: float | None
+) -> GradientScale:
+    """What a step does with its gradients.
+
+    Parameters
+    ----------
+    present : sequence of GradientSlot
+        The parameters that have a gradient, in the order of the norm.
+    scaling : AmpScaling or None
+        What a `torch.amp.GradScaler` says of them.
+    max_grad_norm : float or None
+        Where to clip.
+    """
+    norms = [slot.norm for slot in present if slot.norm is not None]
+    total = 0.0
+    for value in torch.stack(norms).tolist() if norms else ():
+        total += value * value
+    unscale = 1.0 if scaling is None or scaling.inverse is None else scaling.inverse
+    norm = math.sqrt(total) * unscale if total >= 0 else math.nan
+    if not math.isfinite(norm) or (scaling is not None and not scaling.finite):
+        return GradientScale(norm, None)
+    if max_grad_norm is None:
+        return GradientScale(norm, unscale)
+    return GradientScale(norm, unscale * min(1.0, max_grad_norm / (norm + 1e-6)))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One layer's update, with everything that it depends on captured."""
+
+    layer: LayerState
+    indices: set[int]
+    settings: list[AdamSettings]
+    steps: Mapping[int, torch.Tensor]
+    scale: float
+
+
+class StepUpdates:
+    """Submits the updates of a step.
+
+    A layer whose state lives on the device is updated there, on the compute stream.  The others are shared in
+    forward order between the CPU and the device, through which their state is streamed.
+
+    Parameters
+    ----------
+    driver : Driver
+    layers : sequence of LayerState
+    plans : mapping of LayerState to LayerUpdate
+        The layers that the optimizer updates.
+    memory : DeviceMemory
+    patch : OptimizerPatch
+    queue : UpdateQueue
+    update : DeviceUpdate or None
+        The kernel on the device.
+    split : float or None
+        The share of the parameters to be updated on the device; None balances by measured rates.
+    stream : callable
+        The stream on which the calling thread's kernels run.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        layers: Sequence[LayerState],
+        plans: Mapping[LayerState, LayerUpdate],
+        memory: DeviceMemory,
+        patch: OptimizerPatch,
+        queue: UpdateQueue,
+        update: DeviceUpdate | None,
+        split: float | None,
+        stream: Callable[[], Stream],
+    ) -> None:
+        self._driver = driver
+        self._layers = layers
+        self._plans = plans
+        self._memory = memory
+        self._patch = patch
+        self._queue = queue
+        self._update = update
+        self._split = split
+        self._stream = stream
+        self._on_cpu = 0
+        self.rates = UpdateRates()
+        self.streamed: list[LayerState] = []
+
+    def numel(self, layers: Iterable[LayerState]) -> int:
+        """How many parameters the optimizer updates in these layers."""
+        return sum(self._plans[layer].numel for layer in layers)
+
+    def submit(self, present: Sequence[GradientSlot], scale: float) -> None:
+        """Queue the update of every layer that has gradients."""
+        self._measure()
+        settings = self._patch.settings()
+        indices: dict[LayerState, set[int]] = {}
+        for slot in present:
+            if slot.layer.layout.slots[slot.index].spec.updated:
+                indices.setdefault(slot.layer, set()).add(slot.index)
+        updated = [layer for layer in self._layers if layer in indices]
+        self._refuse_aliases(updated)
+        for layer in updated:
+            if layer.residence is None:
+                self._memory.cache.evict(layer.index)
+        self._assign([layer for layer in updated if layer.residence is None])
+        for layer in updated:
+            steps = {index: self._patch.count(layer.parameters[index]) for index in indices[layer]}
+            layer.touch(indices[layer])
+            work = _Work(layer, indices[layer], settings, steps, scale)
+            if layer.residence is not None:
+                self._update_in_place(work)
+            elif layer in self.streamed:
+                self._submit_streamed(work)
+            else:
+                self._submit_to_cpu(work)
+
+    def _refuse_aliases(self, layers: Sequence[LayerState]) -> None:
+        """Nobody may hold tensors over device copies of layers whose weights are about to change."""
+        if any(layer.held() for layer in layers):
+            gc.collect()  # a traceback or a cycle may be all that holds them
+        for layer in layers:
+            if layer.held():
+                raise OffloadError(
+                    f"step: a tensor still aliases the device copy of layer {layer.name!r}, whose weights are "
+                    "about to change; delete it, or clone() what you keep of a weight"
+                )
+
+    # -- who updates what -----------------------------------------------------------------------------
+    def _assign(self, layers: Sequence[LayerState]) -> None:
+        """Choose the layers that are streamed through the device in this step."""
+        sizes = [self._plans[layer].numel for layer in layers]
+        share = self._streamed_share(sum(sizes)) if self._memory.streaming is not None else 0.0
+        chosen = spread(sizes, share, [self._plans[layer].streamable for layer in layers])
+        self.streamed = [layer for layer, take in zip(layers, chosen, strict=True) if take]
+        self._on_cpu = sum(size for size, take in zip(sizes, chosen, strict=True) if not take)
+
+    def _streamed_share(self, rest: int) -> float:
+        """The device's share of the `rest` parameters whose state is at home in host memory."""
+        if self._split is None:
+            return self.rates.device_share
+        resident = self.numel(self._memory.residents.layers)
+        return min(1.0, max(0.0, self._split * (resident + rest) - resident) / max(rest, 1))
+
+    def _measure(self) -> None:
+        """Take in how fast the last step's updates were."""
+        seconds = self._queue.busy()
+        cpu = self._on_cpu / seconds if self._on_cpu and seconds > 0 else None
+        streaming = self._memory.streaming
+        self.rates = self.rates.measured(cpu, None if streaming is None else streaming.rate())
+
+    # -- the three ways -------------------------------------------------------------------------------
+    def _submit_to_cpu(self, work: _Work) -> None:
+        layer = work.layer
+        weights = self._memory.weights[layer.index].acquire(Place.HOST, Mode.READ_WRITE)
+        try:
+            state = self._driver.host_access(
+                reads=[layer.gradient_span],
+                writes=[layer.state_span] if layer.state_span.nbytes else [],
+                label=f"update of {layer.name}",
+            )
+        except BaseException:
+            weights.release()
+            raise
+
+        def end() -> None:
+            state.end()
+            weights.release()
+
+        pieces = self._plans[layer].pieces(work.indices, work.settings, work.steps, work.scale)
+        self._queue.submit(layer.index, pieces, end)
+
+    def _submit_streamed(self, work: _Work) -> None:
+        layer, plan = work.layer, self._plans[work.layer]
+        streaming, update = self._memory.streaming, self._update
+        assert streaming is not None
+        assert update is not None
+        weights = self._memory.weights[layer.index]
+        tails = plan.tails(work.indices, work.settings, work.steps, work.scale)
+        with (
+            weights.acquire(Place.HOST, Mode.READ_WRITE),  # also orders the device's copies behind others' uses
+            self._driver.host_access(
+                reads=[layer.gradient_span], writes=[layer.state_span], label=f"tails of {layer.name}"
+            ),
+        ):
+            for tail in tails:
+                tail()
+        pieces = plan.on_device(update, work.indices, work.settings, work.steps, work.scale)
+        known = self._driver.publish()
+
+        def enqueue() -> None:
+            self._driver.observe(known)
+            for piece, prepared in pieces:
+                streaming.run(piece, prepared)
+
+        def end() -> None:  # readers of the host pages wait for the stream that brings the weights home
+            weights.acquire(Place.MAPPED, Mode.READ_WRITE, stream=streaming.out).release()
+
+        self._queue.feed(layer.index, enqueue, end)
+
+    def _update_in_place(self, work: _Work) -> None:
+        """Update a resident layer; its new weights are in device memory, and come home when somebody asks."""
+        layer, update = work.layer, self._update
+        assert update is not None
+        stream = self._stream()
+        pieces = self._plans[layer].on_device(update, work.indices, work.settings, work.steps, work.scale)
+        with self._memory.cache.open_for_update(layer.index, stream) as view:
+            for piece, prepared in pieces:
+                self._run_resident(layer, view.ptr, piece, stream, prepared)
+
+    def _run_resident(
+        self, layer: LayerState, weights: int, piece: StatePiece, stream: Stream, prepared: object
+    ) -> None:
+        residence, update = layer.residence, self._update
+        assert residence is not None
+        assert update is not None
+        state = residence.state_span.ptr - layer.state_span.ptr
+        to_weights = weights - layer.weight_span.ptr
+        update.update(
+            stream,
+            prepared,
+            parameter=piece.parameter + (state if piece.weight else to_weights),
+            gradient=piece.gradient - layer.gradient_span.ptr + residence.gradient_span.ptr,
+            gradient_dtype=piece.gradient_dtype,
+            exp_avg=piece.exp_avg + state,
+            exp_avg_sq=piece.exp_avg_sq + state,
+            weight=piece.weight + to_weights if piece.weight else 0,
+            count=piece.count,
+        )
