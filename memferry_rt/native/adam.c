@@ -40,10 +40,29 @@ INLINE uint16_t narrow_bfloat16(float value) {
     return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (uint16_t)rounded;
 }
 
+/* Exact, subnormals too: the product shifts the exponent by what the formats differ. */
+INLINE float widen_float16(uint16_t half) {
+    uint32_t bits = (uint32_t)(half & 0x7fffu) << 13;
+    float magnitude = bits < 0x0f800000u ? from_bits(bits) * 0x1p112f : from_bits(bits | 0x7f800000u);
+    return from_bits(to_bits(magnitude) | (uint32_t)(half & 0x8000u) << 16);
+}
+
+/* Round to nearest, ties to even; beyond the largest to infinity. */
+INLINE uint16_t narrow_float16(float value) {
+    uint32_t sign = to_bits(value) >> 16 & 0x8000u, bits = to_bits(value) & 0x7fffffffu;
+    uint32_t normal = (bits - 0x38000000u + 0x0fffu + (bits >> 13 & 1u)) >> 13;
+    uint32_t subnormal = to_bits(from_bits(bits) + 0.5f) - 0x3f000000u; /* the sum rounds to multiples of 2^-24 */
+    uint32_t finite = bits < 0x38800000u ? subnormal : normal;
+    uint32_t special = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    return (uint16_t)(sign | (bits < 0x477ff000u ? finite : special));
+}
+
 INLINE void widen(float *restrict out, const void *gradient, int dtype, size_t start, size_t count, float scale) {
+    const uint16_t *restrict half = (const uint16_t *)gradient + start;
     if (dtype == MEMFERRY_BFLOAT16) {
-        const uint16_t *restrict half = (const uint16_t *)gradient + start;
         for (size_t i = 0; i < count; i++) out[i] = widen_bfloat16(half[i]);
+    } else if (dtype == MEMFERRY_FLOAT16) {
+        for (size_t i = 0; i < count; i++) out[i] = widen_float16(half[i]);
     } else {
         memcpy(out, (const float *)gradient + start, count * sizeof *out);
     }
@@ -51,8 +70,19 @@ INLINE void widen(float *restrict out, const void *gradient, int dtype, size_t s
         for (size_t i = 0; i < count; i++) out[i] *= scale;
 }
 
-INLINE void update(float *restrict p, const float *restrict g, float *restrict m, float *restrict v, size_t count,
-                   const memferry_adam *restrict a) {
+INLINE void narrow(void *weight, int dtype, size_t start, const float *restrict value, size_t count) {
+    uint16_t *restrict half = (uint16_t *)weight + start;
+    if (dtype == MEMFERRY_FLOAT16)
+        for (size_t i = 0; i < count; i++) half[i] = narrow_float16(value[i]);
+    else
+        for (size_t i = 0; i < count; i++) half[i] = narrow_bfloat16(value[i]);
+}
+
+/* Outputs may be the inputs: element i is read before it is written, and nothing else of it is. */
+INLINE void update(const float *p, const float *g, const float *m, const float *v, float *out_p, float *out_m,
+                   float *out_v, size_t count, const memferry_adam *settings) {
+    const memferry_adam a[1] = {*settings};
+#pragma GCC ivdep
     for (size_t i = 0; i < count; i++) {
         float gradient = a->maximize ? -g[i] : g[i];
         float weight = p[i];
@@ -62,30 +92,27 @@ INLINE void update(float *restrict p, const float *restrict g, float *restrict m
         float mean = fmaf(a->mean_weight, gradient - m[i], start);
         float square = fmaf(a->square_weight * gradient, gradient, v[i] * a->square_keep);
         float divisor = sqrtf(square) / a->square_correction + a->eps;
-        p[i] = weight + (a->minus_step * mean) / divisor;
-        m[i] = mean;
-        v[i] = square;
+        out_p[i] = weight + (a->minus_step * mean) / divisor;
+        out_m[i] = mean;
+        out_v[i] = square;
     }
 }
 
-INLINE void run(float *p, const void *gradient, int gradient_dtype, float *m, float *v, void *weight, size_t count,
-                const memferry_adam *a) {
+INLINE void run(const memferry_adam_operands *o, size_t count, const memferry_adam *a) {
     float wide[BLOCK];
     for (size_t start = 0; start < count; start += BLOCK) {
         size_t n = count - start < BLOCK ? count - start : BLOCK;
-        widen(wide, gradient, gradient_dtype, start, n, a->scale);
-        update(p + start, wide, m + start, v + start, n, a);
-        if (weight) {
-            uint16_t *restrict out = (uint16_t *)weight + start;
-            for (size_t i = 0; i < n; i++) out[i] = narrow_bfloat16(p[start + i]);
-        }
+        float *out = o->out_parameter + start;
+        widen(wide, o->gradient, o->gradient_dtype, start, n, a->scale);
+        update(o->parameter + start, wide, o->exp_avg + start, o->exp_avg_sq + start, out, o->out_exp_avg + start,
+               o->out_exp_avg_sq + start, n, a);
+        if (o->weight) narrow(o->weight, o->weight_dtype, start, out, n);
     }
 }
 
-#define VARIANT(name, attributes)                                                                                  \
-    attributes static void name(float *p, const void *gradient, int gradient_dtype, float *m, float *v,           \
-                                void *weight, size_t count, const memferry_adam *a) {                             \
-        run(p, gradient, gradient_dtype, m, v, weight, count, a);                                                 \
+#define VARIANT(name, attributes)                                                                      \
+    attributes static void name(const memferry_adam_operands *o, size_t count, const memferry_adam *a) { \
+        run(o, count, a);                                                                              \
     }
 
 VARIANT(run_generic, )
@@ -105,13 +132,12 @@ int memferry_adam_best_variant(void) {
     return MEMFERRY_GENERIC;
 }
 
-void memferry_adam_update(int variant, float *p, const void *gradient, int gradient_dtype, float *m, float *v,
-                          void *weight, size_t count, const memferry_adam *a) {
+void memferry_adam_update(int variant, const memferry_adam_operands *o, size_t count, const memferry_adam *a) {
     switch (variant) {
 #ifdef X86_VARIANTS
-    case MEMFERRY_AVX512: run_avx512(p, gradient, gradient_dtype, m, v, weight, count, a); return;
-    case MEMFERRY_AVX2: run_avx2(p, gradient, gradient_dtype, m, v, weight, count, a); return;
+    case MEMFERRY_AVX512: run_avx512(o, count, a); return;
+    case MEMFERRY_AVX2: run_avx2(o, count, a); return;
 #endif
-    default: run_generic(p, gradient, gradient_dtype, m, v, weight, count, a);
+    default: run_generic(o, count, a);
     }
 }

@@ -1,4 +1,4 @@
-enum { MEMFERRY_FLOAT32 = 0, MEMFERRY_BFLOAT16 = 1 };
+enum { MEMFERRY_FLOAT32 = 0, MEMFERRY_BFLOAT16 = 1, MEMFERRY_FLOAT16 = 2 };
 enum { MEMFERRY_GENERIC = 0, MEMFERRY_AVX2 = 1, MEMFERRY_AVX512 = 2 };
 
 typedef struct {
@@ -15,9 +15,16 @@ typedef struct {
     int maximize;
 } memferry_adam;
 
+typedef struct {
+    const float *parameter, *exp_avg, *exp_avg_sq;
+    float *out_parameter, *out_exp_avg, *out_exp_avg_sq; /* each its input, or memory of its own */
+    const void *gradient;
+    int gradient_dtype;
+    void *weight; /* gets the new parameter rounded; may be NULL */
+    int weight_dtype;
+} memferry_adam_operands;
+
 /* The fastest variant that this processor runs. */
 int memferry_adam_best_variant(void);
 
-/* Update `count` elements in place; `weight`, bfloat16 or NULL, gets the new weights rounded. */
-void memferry_adam_update(int variant, float *p, const void *gradient, int gradient_dtype, float *m, float *v,
-                          void *weight, size_t count, const memferry_adam *a);
+void memferry_adam_update(int variant, const memferry_adam_operands *o, size_t count, const memferry_adam *a);

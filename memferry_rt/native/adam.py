@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-DTYPES = {"float32": 0, "bfloat16": 1}
+DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 VARIANTS = ("generic", "avx2", "avx512")
 
 
@@ -82,8 +82,12 @@ class AdamKernel:
         exp_avg_sq: int,
         weight: int,
         count: int,
+        weight_dtype: str = "bfloat16",
+        out_parameter: int | None = None,
+        out_exp_avg: int | None = None,
+        out_exp_avg_sq: int | None = None,
     ) -> None:
-        """Update `count` elements in place.
+        """Update `count` elements, in place or into other memory.
 
         Parameters
         ----------
@@ -92,22 +96,27 @@ class AdamKernel:
         parameter, exp_avg, exp_avg_sq : int
             Addresses of fp32.
         gradient : int
-            Address of `gradient_dtype`, ``"float32"`` or ``"bfloat16"``; only read.
+            Address of `gradient_dtype`, ``"float32"``, ``"bfloat16"`` or ``"float16"``; only read.
         weight : int
-            Address of bfloat16 that gets the new parameter rounded; 0 for none.
+            Address of `weight_dtype`, ``"bfloat16"`` or ``"float16"``, that gets the new parameter rounded;
+            0 for none.
+        out_parameter, out_exp_avg, out_exp_avg_sq : int, optional
+            Where the new state goes; by default in place of the old.  Each is its input's own address or memory
+            that overlaps no other operand.
         """
-        cast = self._module.ffi.cast
-        self._module.lib.memferry_adam_update(
-            self._number,
-            cast("float *", parameter),
-            cast("void *", gradient),
-            DTYPES[gradient_dtype],
-            cast("float *", exp_avg),
-            cast("float *", exp_avg_sq),
-            cast("void *", weight),
-            count,
-            prepared,
-        )
+        ffi = self._module.ffi
+        operands = ffi.new("memferry_adam_operands *")
+        operands.parameter = ffi.cast("float *", parameter)
+        operands.exp_avg = ffi.cast("float *", exp_avg)
+        operands.exp_avg_sq = ffi.cast("float *", exp_avg_sq)
+        operands.out_parameter = ffi.cast("float *", parameter if out_parameter is None else out_parameter)
+        operands.out_exp_avg = ffi.cast("float *", exp_avg if out_exp_avg is None else out_exp_avg)
+        operands.out_exp_avg_sq = ffi.cast("float *", exp_avg_sq if out_exp_avg_sq is None else out_exp_avg_sq)
+        operands.gradient = ffi.cast("void *", gradient)
+        operands.gradient_dtype = DTYPES[gradient_dtype]
+        operands.weight = ffi.cast("void *", weight)
+        operands.weight_dtype = DTYPES[weight_dtype]
+        self._module.lib.memferry_adam_update(self._number, operands, count, prepared)
 
 
 @functools.cache
