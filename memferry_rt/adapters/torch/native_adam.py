@@ -8,9 +8,10 @@ import warnings
 import torch
 
 from ...native import AdamKernel, AdamSettings, load_adam
+from ...native.adam import VECTOR
 from .torch_adam import Batch, update_batch
 
-ELEMENTS = 4096
+ELEMENTS = 4096 + 7  # whole vectors, and a tail that PyTorch rounds differently
 STEPS = 3
 _TRIED = (
     AdamSettings(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, maximize=False),
@@ -51,8 +52,6 @@ def agrees(kernel: AdamKernel, settings: AdamSettings, dtype: str, *, elements: 
     dtype : str
         Of gradients, ``"float32"``, ``"bfloat16"`` or ``"float16"``; with a half the rounded weights are compared
         too.
-    elements : int
-        A multiple of 64.
     """
     generator = torch.Generator().manual_seed(elements)
     wide = torch.device("cpu")
@@ -88,6 +87,7 @@ def agrees(kernel: AdamKernel, settings: AdamSettings, dtype: str, *, elements: 
             weight=0 if dtype == "float32" else weights[1].data_ptr(),
             weight_dtype=str(weight_dtype).removeprefix("torch."),
             count=elements,
+            tail=elements % VECTOR,
         )
     pairs = [*zip(state, mine, strict=True), (weights[0], weights[1])]
     return all(torch.equal(_bits(one), _bits(other)) for one, other in pairs)
