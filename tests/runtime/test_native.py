@@ -17,6 +17,7 @@ from .harness import Job, assert_same, offloaded, plain
 from .models import Decoder, next_token_loss
 
 need_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc: installed without the kernel")
+OUTPUTS = ("out_parameter", "out_exp_avg", "out_exp_avg_sq")
 rates = st.floats(0.0, 0.9999)
 
 
@@ -42,12 +43,44 @@ def _variants() -> list[AdamKernel]:
         decoupled=st.booleans(),
         maximize=st.booleans(),
     ),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
-    elements=st.integers(1, 40).map(lambda blocks: 64 * blocks),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    elements=st.integers(1, 40) | st.integers(1, 5000),
 )
 def test_every_variant_gives_the_bits_of_torch(chosen: AdamSettings, dtype: str, elements: int) -> None:
     for kernel in _variants():
         assert agrees(kernel, chosen, dtype, elements=elements), kernel.variant
+
+
+@need_compiler
+@pytest.mark.parametrize("kernel", _variants(), ids=lambda kernel: str(kernel.variant))
+@pytest.mark.parametrize("elsewhere", [{"out_parameter"}, {"out_exp_avg", "out_exp_avg_sq"}, set(OUTPUTS)])
+def test_new_state_elsewhere_leaves_the_old_as_it_was(kernel: AdamKernel, elsewhere: set[str]) -> None:
+    count = 5 * 1024 + 64
+    chosen = AdamSettings(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, maximize=False)
+    prepared = kernel.prepare(chosen, 3.0, 0.5)
+    start = dict(zip(OUTPUTS, torch.rand(3, count), strict=True))
+    gradient = torch.randn(count)
+
+    def update(state: dict[str, torch.Tensor], out: dict[str, torch.Tensor]) -> None:
+        kernel.update(
+            prepared,
+            gradient=gradient.data_ptr(),
+            gradient_dtype="float32",
+            weight=0,
+            count=count,
+            **{name.removeprefix("out_"): tensor.data_ptr() for name, tensor in state.items()},
+            **{name: tensor.data_ptr() for name, tensor in out.items()},
+        )
+
+    expected = {name: tensor.clone() for name, tensor in start.items()}
+    update(expected, {})
+    state = {name: tensor.clone() for name, tensor in start.items()}
+    out = {name: torch.full((count,), -1.0) for name in elsewhere}
+    update(state, out)
+    for name in OUTPUTS:
+        assert torch.equal(out.get(name, state[name]), expected[name]), name
+        if name in elsewhere:
+            assert torch.equal(state[name], start[name]), name
 
 
 @need_compiler
