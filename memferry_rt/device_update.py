@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Protocol
 
 import numpy as np
 
 from memferry_allocator import Driver, Span, Stream
 
-from .native import AdamKernel, AdamSettings
+from .native import AdamKernel, AdamOperands, AdamSettings
 
 FP32 = 4
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
+HALF = 2
+ITEMSIZE = {"float32": FP32, "bfloat16": HALF, "float16": HALF}
 
 
 class DeviceUpdate(Protocol):
@@ -21,20 +23,8 @@ class DeviceUpdate(Protocol):
         """What a step's calls share; see `AdamKernel.prepare`."""
         ...
 
-    def update(
-        self,
-        stream: Stream,
-        prepared: Any,
-        *,
-        parameter: int,
-        gradient: int,
-        gradient_dtype: str,
-        exp_avg: int,
-        exp_avg_sq: int,
-        weight: int,
-        count: int,
-    ) -> None:
-        """Enqueue the update of `count` elements on `stream`; the pointers are the device's, `weight` may be 0."""
+    def run(self, stream: Stream, prepared: Any, operands: AdamOperands) -> None:
+        """Enqueue an update on `stream`; the pointers are the device's."""
         ...
 
 
@@ -53,38 +43,24 @@ class EmulatedAdam:
         self._kernel = kernel
         self.prepare = kernel.prepare
 
-    def update(
-        self,
-        stream: Stream,
-        prepared: Any,
-        *,
-        parameter: int,
-        gradient: int,
-        gradient_dtype: str,
-        exp_avg: int,
-        exp_avg_sq: int,
-        weight: int,
-        count: int,
-    ) -> None:
-        state = [Span(ptr, count * FP32) for ptr in (parameter, exp_avg, exp_avg_sq)]
-        read = Span(gradient, count * ITEMSIZE[gradient_dtype])
-        rounded = [Span(weight, count * ITEMSIZE["bfloat16"])] if weight else []
-        with self._driver.launch(stream, reads=[*state, read], writes=[*state, *rounded], label="device Adam"):
-            self._kernel.update(
-                prepared,
-                parameter=self._address(state[0]),
-                gradient=self._address(read),
-                gradient_dtype=gradient_dtype,
-                exp_avg=self._address(state[1]),
-                exp_avg_sq=self._address(state[2]),
-                weight=self._address(rounded[0]) if weight else 0,
-                count=count,
-            )
+    def run(self, stream: Stream, prepared: Any, operands: AdamOperands) -> None:
+        spans = {name: Span(getattr(operands, name), operands.count * FP32) for name in STATE}
+        spans["gradient"] = Span(operands.gradient, operands.count * ITEMSIZE[operands.gradient_dtype])
+        reads, writes = list(spans.values()), [spans[name] for name in STATE]
+        if operands.weight:
+            spans["weight"] = Span(operands.weight, operands.count * ITEMSIZE[operands.weight_dtype])
+            writes.append(spans["weight"])
+        with self._driver.launch(stream, reads=reads, writes=writes, label="device Adam"):
+            real: dict[str, Any] = {name: self._address(span) for name, span in spans.items()}
+            self._kernel.run(prepared, dataclasses.replace(operands, **real))
 
     def _address(self, span: Span) -> int:
         data = self._driver.host_bytes(span.ptr, span.nbytes)
         assert data is not None, "emulated memory is host memory"
         return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)
+
+
+STATE = ("parameter", "exp_avg", "exp_avg_sq")
 
 
 def open_device_update(driver: Driver, device: int, kernel: AdamKernel | None) -> DeviceUpdate | None:
@@ -98,3 +74,19 @@ def open_device_update(driver: Driver, device: int, kernel: AdamKernel | None) -
     if kernel is None or driver.name != "emulated":
         return None
     return EmulatedAdam(driver, kernel)
+
+
+def part_of(operands: AdamOperands, start: int, count: int) -> AdamOperands:
+    """Elements `start` … ``start + count`` of an update in place; `start` is a whole number of vectors."""
+    gradient = start * ITEMSIZE[operands.gradient_dtype]
+    weight = start * ITEMSIZE[operands.weight_dtype]
+    return dataclasses.replace(
+        operands,
+        parameter=operands.parameter + start * FP32,
+        exp_avg=operands.exp_avg + start * FP32,
+        exp_avg_sq=operands.exp_avg_sq + start * FP32,
+        gradient=operands.gradient + gradient,
+        weight=operands.weight + weight if operands.weight else 0,
+        count=count,
+        tail=operands.tail if start + count == operands.count else 0,
+    )

@@ -42,7 +42,7 @@ class UpdateRates:
         )
 
 
-def spread(sizes: Sequence[int], share: float, can: Sequence[bool]) -> list[bool]:
+def spread(sizes: Sequence[int], share: float) -> list[bool]:
     """Which layers the device updates, so that at every point of the order it has about its share.
 
     Parameters
@@ -51,14 +51,12 @@ def spread(sizes: Sequence[int], share: float, can: Sequence[bool]) -> list[bool
         Parameters of the layers, in the order in which they are updated.
     share : float
         Of the parameters, 0 to 1.
-    can : sequence of bool
-        Which layers the device can take.
     """
     chosen: list[bool] = []
     behind = 0.0  # what the device lacks of its share
-    for size, able in zip(sizes, can, strict=True):
+    for size in sizes:
         behind += share * size
-        take = able and size > 0 and behind >= size / 2
+        take = size > 0 and behind >= size / 2
         behind -= size if take else 0
         chosen.append(take)
     return chosen

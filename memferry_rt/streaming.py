@@ -6,40 +6,18 @@ the last goes out; nothing but events orders them, and no thread waits.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from memferry_allocator import DevicePool, Driver, Event, Stream, registrations
 
-from .device_update import FP32, ITEMSIZE, DeviceUpdate
+from .device_update import FP32, ITEMSIZE, DeviceUpdate, part_of
+from .native import AdamOperands
 
 SLOTS = 3  # one comes in, one is computed, one goes out
 BYTES = 16  # an element in the ring: fp32 parameter and moments, and 4 bytes of gradient and new weight
 UNIT = 64  # elements; every array of a slot begins at a multiple of 128 bytes
-
-
-@dataclass(frozen=True)
-class StatePiece:
-    """Elements of one parameter, by the host addresses of everything that is theirs.
-
-    Attributes
-    ----------
-    parameter, exp_avg, exp_avg_sq : int
-        fp32, updated in place.
-    gradient : int
-        Of `gradient_dtype`, only read.
-    weight : int
-        bfloat16 that gets the new parameter rounded; 0 for none.
-    """
-
-    index: int
-    parameter: int
-    gradient: int
-    gradient_dtype: str
-    exp_avg: int
-    exp_avg_sq: int
-    weight: int
-    count: int
 
 
 @dataclass(eq=False)
@@ -101,15 +79,16 @@ class StateStream:
         self.bytes_in = 0
         self.bytes_out = 0
 
-    def run(self, piece: StatePiece, prepared: Any) -> None:
-        """Enqueue the update of a piece of any length."""
+    def run(self, operands: AdamOperands, prepared: Any) -> None:
+        """Enqueue the update of elements at home, any number, by their host addresses."""
         begin = self._mark(self._in) if self._measure and self._span is None else None
-        for start in range(0, piece.count, self.elements):
-            self._run(piece, start, min(self.elements, piece.count - start), prepared)
+        for start in range(0, operands.count, self.elements):
+            count = min(self.elements, operands.count - start)
+            self._run(part_of(operands, start, count), prepared)
         if self._measure:
             first, count = (begin, 0) if self._span is None else (self._span[0], self._span[2])
             assert first is not None
-            self._span = (first, self._mark(self.out), count + piece.count)
+            self._span = (first, self._mark(self.out), count + operands.count)
 
     def rate(self) -> float | None:
         """Parameters a second since the last call, if what was enqueued is done; None otherwise."""
@@ -129,44 +108,43 @@ class StateStream:
             own.close()
         self._pool.deallocate(self._base, self.nbytes, stream=stream, uses={})
 
-    def _run(self, piece: StatePiece, start: int, count: int, prepared: Any) -> None:
+    def _run(self, home: AdamOperands, prepared: Any) -> None:
         slot = self._slots[self._next]
         self._next = (self._next + 1) % SLOTS
-        itemsize = ITEMSIZE[piece.gradient_dtype]
-        parameter, exp_avg, exp_avg_sq, rest = (slot.base + number * FP32 * self.elements for number in range(4))
-        weight = rest + itemsize * self.elements if piece.weight else 0
+        here = self._in_slot(slot, home)
+        gradient = (here.gradient, home.gradient, home.count * ITEMSIZE[home.gradient_dtype])
         state = [
-            (parameter, piece.parameter + start * FP32, count * FP32),
-            (exp_avg, piece.exp_avg + start * FP32, count * FP32),
-            (exp_avg_sq, piece.exp_avg_sq + start * FP32, count * FP32),
+            (here.parameter, home.parameter, home.count * FP32),
+            (here.exp_avg, home.exp_avg, home.count * FP32),
+            (here.exp_avg_sq, home.exp_avg_sq, home.count * FP32),
         ]
         if slot.emptied is not None:
             self._in.wait(slot.emptied)
-        for device, host, nbytes in [*state, (rest, piece.gradient + start * itemsize, count * itemsize)]:
+        for device, host, nbytes in (*state, gradient):
             for part in self._pages.split(host, nbytes):  # no copy may cross the edge of a registration
                 self._driver.copy(device + part.ptr - host, part.ptr, part.nbytes, stream=self._in)
             self.bytes_in += nbytes
         self._compute.wait(self._in.record())
-        self._update.update(
-            self._compute,
-            prepared,
-            parameter=parameter,
-            gradient=rest,
-            gradient_dtype=piece.gradient_dtype,
-            exp_avg=exp_avg,
-            exp_avg_sq=exp_avg_sq,
-            weight=weight,
-            count=count,
-        )
+        self._update.run(self._compute, prepared, here)
         self.out.wait(self._compute.record())
-        if weight:
-            half = ITEMSIZE["bfloat16"]
-            state.append((weight, piece.weight + start * half, count * half))
+        if home.weight:
+            state.append((here.weight, home.weight, home.count * ITEMSIZE[home.weight_dtype]))
         for device, host, nbytes in state:
             for part in self._pages.split(host, nbytes):
                 self._driver.copy(part.ptr, device + part.ptr - host, part.nbytes, stream=self.out)
             self.bytes_out += nbytes
         slot.emptied = self.out.record()
+
+    def _in_slot(self, slot: _Slot, home: AdamOperands) -> AdamOperands:
+        parameter, exp_avg, exp_avg_sq, rest = (slot.base + number * FP32 * self.elements for number in range(4))
+        return dataclasses.replace(
+            home,
+            parameter=parameter,
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            gradient=rest,
+            weight=rest + ITEMSIZE[home.gradient_dtype] * self.elements if home.weight else 0,
+        )
 
     def _mark(self, stream: Stream) -> Event:
         event = self._driver.create_event(self._device, timing=True)

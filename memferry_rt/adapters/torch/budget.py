@@ -33,7 +33,7 @@ class UpdateRoom:
     streaming : int
         For the ring through which state is streamed; 0 where none is.
     resident : tuple of int
-        State and gradients of each layer that could live on the device; 0 for one that cannot.
+        State and gradients of each layer that may live on the device; 0 for one that may not.
     """
 
     streaming: int = 0

@@ -128,11 +128,9 @@ def offload(
     updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     cuts = cut_layers(model, options.layers)
     layouts, geometries = plan_layouts(cuts, updated, dtype)
-    split = options.optimizer_split
-    update = None if split == "cpu" else open_device_update(driver, ordinal, trusted_kernel())
-    room = (
-        None if update is None else room_for_updates(layouts, geometries, 1.0 if split == "auto" else float(split))
-    )
+    share = {"cpu": 0.0, "auto": 1.0}.get(str(options.optimizer_split), options.optimizer_split)
+    update = open_device_update(driver, ordinal, trusted_kernel()) if share else None
+    room = room_for_updates(layouts, float(share)) if update else None
     budget = _plan(model, cuts, layouts, options, driver, ordinal, room)
     materialiser = Materialiser(model, param_init_fn)
     runtime = Runtime(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...split import UpdateRates
+from ...stalls import IterationTimes
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,10 @@ class Report:
         Whose state lives on the device, and whose was streamed through it in the last step.
     update_rates : UpdateRates
         What the shares of CPU and device are balanced by.
+    times : IterationTimes
+        Of the last iteration.
+    dram_nbytes : int
+        Host memory traffic so far, by count: what CPU updates read and wrote, and what was copied.
     """
 
     device: str
@@ -37,6 +42,13 @@ class Report:
     resident_parameters: int
     streamed_parameters: int
     update_rates: UpdateRates
+    times: IterationTimes
+    dram_nbytes: int
     steps: int
     skipped_steps: int
     grad_norm: float | None
+
+    @property
+    def host_nbytes_per_parameter(self) -> float:
+        """Host memory that a parameter takes, in bytes."""
+        return self.host_nbytes / self.parameters

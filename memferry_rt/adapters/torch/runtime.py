@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from ...device_update import DeviceUpdate
 from ...errors import OffloadError, UnsupportedError
 from ...layout import LayerLayout
 from ...options import OffloadOptions
+from ...stalls import StallMeter
 from ...updates import UpdateQueue
 from .budget import Budget
 from .convert import Materialiser, move_in
@@ -67,6 +70,8 @@ class Runtime:
         self.skipped_steps = 0
         self.steps = 0
         self._closed = False
+        self._last_used: LayerState | None = None
+        self.stalls = StallMeter(driver, device)
         self.factory = TensorFactory(driver, device)
         self._streams: dict[int, Stream] = {}
         self._own_stream = driver.create_stream(device) if self.factory.emulated else None
@@ -81,7 +86,12 @@ class Runtime:
                 if buffer is not None:
                     owner._buffers[key] = buffer.to(self.factory.torch_device)
         threads = torch.get_num_threads()
-        self.updates = UpdateQueue(start=single_threaded, feeder=update is not None and not self.factory.emulated)
+        self._kernel = trusted_kernel()
+        self.updates = UpdateQueue(
+            start=single_threaded,
+            native=self._kernel is not None,
+            feeder=update is not None and not self.factory.emulated,
+        )
         torch.set_num_threads(threads)
         self.memory = DeviceMemory(
             driver,
@@ -131,7 +141,7 @@ class Runtime:
         self.patch = OptimizerPatch(optimizer, self._home, step=self.step, settle=self.synchronize)
 
     def _build_updates(self, update: DeviceUpdate | None) -> None:
-        group_of, kernel = self.patch.group_of(), trusted_kernel()
+        group_of = self.patch.group_of()
         plans: dict[LayerState, LayerUpdate] = {}
         for layer in self.layers:
             groups = {
@@ -140,7 +150,7 @@ class Runtime:
                 if layer.layout.slots[index].spec.updated
             }
             if groups:
-                plans[layer] = LayerUpdate(layer, groups, kernel)
+                plans[layer] = LayerUpdate(layer, groups, native=self._kernel is not None)
         split = self.options.optimizer_split
         self.step_updates = StepUpdates(
             self.driver,
@@ -149,6 +159,7 @@ class Runtime:
             self.memory,
             self.patch,
             self.updates,
+            self._kernel,
             update,
             split=split if isinstance(split, float) else None,
             stream=self.stream,
@@ -178,8 +189,15 @@ class Runtime:
         return self._use(layer, training=True).saved(key)
 
     def _use(self, layer: LayerState, *, training: bool) -> DeviceViews:
+        stream = self.stream()
+        begin = self.stalls.mark(stream) if training and layer is not self._last_used else None
+        blocked = time.perf_counter()
         self._settle_layer(layer)
-        ptr = self.memory.cache.use(layer.index, self.stream(), training=training)
+        blocked = time.perf_counter() - blocked
+        ptr = self.memory.cache.use(layer.index, stream, training=training)
+        if begin is not None:
+            self._last_used = layer
+            self.stalls.stalled(begin, stream, math.inf if self.step_updates.first_use(layer) else blocked)
         views = layer.current = layer.views_at(ptr)
         self.saved.watch(views.key, layer)
         return views
@@ -199,7 +217,7 @@ class Runtime:
         present = self.gradients.collect(changed_unseen=scaling is not None and scaling.inverse is None)
         self._refuse_unknown_gradients()
         self.gradients.end_use()
-        self.stream().record().synchronize()
+        self.stalls.iteration(self.stream())
         scale = gradient_scale(present, scaling, self.options.max_grad_norm)
         self.grad_norm = scale.norm
         if scale.factor is None:
@@ -207,6 +225,8 @@ class Runtime:
         else:
             self.step_updates.submit(present, scale.factor)
         self.memory.trace.end_iteration()
+        self.stalls.submitted(self.stream())
+        self._last_used = None
         self.steps += 1
         self.patch.tell(grad_norm=self.grad_norm, skipped_steps=self.skipped_steps)
         if not self.options.async_step:
@@ -315,6 +335,8 @@ class Runtime:
             resident_parameters=updates.numel(memory.residents.layers),
             streamed_parameters=updates.numel(updates.streamed),
             update_rates=updates.rates,
+            times=self.stalls.last,
+            dram_nbytes=updates.cpu_nbytes + sum(moved.values()),
             steps=self.steps,
             skipped_steps=self.skipped_steps,
             grad_norm=self.grad_norm,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,15 +14,16 @@ from memferry_allocator import Driver, Mode, Place, Stream
 
 from ...device_update import DeviceUpdate
 from ...errors import OffloadError
-from ...native import AdamSettings
+from ...native import AdamKernel, AdamOperands, AdamSettings
 from ...split import UpdateRates, spread
-from ...streaming import StatePiece
 from ...updates import UpdateQueue
 from .gradients import GradientSlot
 from .layer import LayerState
 from .memory import DeviceMemory
 from .optimizer import AmpScaling, OptimizerPatch
-from .update import LayerUpdate
+from .update import LayerUpdate, cut_work
+
+CPU_TRAFFIC = 28  # bytes an element: fp32 state read and written, and 4 for gradient and rounded weight
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,10 @@ class _Work:
     steps: Mapping[int, torch.Tensor]
     scale: float
 
+    @property
+    def captured(self) -> tuple[set[int], list[AdamSettings], Mapping[int, torch.Tensor], float]:
+        return self.indices, self.settings, self.steps, self.scale
+
 
 class StepUpdates:
     """Submits the updates of a step.
@@ -85,6 +91,8 @@ class StepUpdates:
     memory : DeviceMemory
     patch : OptimizerPatch
     queue : UpdateQueue
+    kernel : AdamKernel or None
+        The native kernel on the CPU; torch operations without it.
     update : DeviceUpdate or None
         The kernel on the device.
     split : float or None
@@ -101,6 +109,7 @@ class StepUpdates:
         memory: DeviceMemory,
         patch: OptimizerPatch,
         queue: UpdateQueue,
+        kernel: AdamKernel | None,
         update: DeviceUpdate | None,
         split: float | None,
         stream: Callable[[], Stream],
@@ -111,12 +120,21 @@ class StepUpdates:
         self._memory = memory
         self._patch = patch
         self._queue = queue
+        self._kernel = kernel
         self._update = update
         self._split = split
         self._stream = stream
-        self._on_cpu = 0
         self.rates = UpdateRates()
         self.streamed: list[LayerState] = []
+        self.cpu_nbytes = 0  # of host memory that the CPU's updates have read and written
+        self._unseen: set[LayerState] = set()
+
+    def first_use(self, layer: LayerState) -> bool:
+        """Whether this is the first use of a streamed layer since its update."""
+        if layer not in self._unseen:
+            return False
+        self._unseen.remove(layer)
+        return True
 
     def numel(self, layers: Iterable[LayerState]) -> int:
         """How many parameters the optimizer updates in these layers."""
@@ -163,9 +181,9 @@ class StepUpdates:
         """Choose the layers that are streamed through the device in this step."""
         sizes = [self._plans[layer].numel for layer in layers]
         share = self._streamed_share(sum(sizes)) if self._memory.streaming is not None else 0.0
-        chosen = spread(sizes, share, [self._plans[layer].streamable for layer in layers])
+        chosen = spread(sizes, share)
         self.streamed = [layer for layer, take in zip(layers, chosen, strict=True) if take]
-        self._on_cpu = sum(size for size, take in zip(sizes, chosen, strict=True) if not take)
+        self._unseen = set(self.streamed)
 
     def _streamed_share(self, rest: int) -> float:
         """The device's share of the `rest` parameters whose state is at home in host memory."""
@@ -176,9 +194,8 @@ class StepUpdates:
 
     def _measure(self) -> None:
         """Take in how fast the last step's updates were."""
-        seconds = self._queue.busy()
-        cpu = self._on_cpu / seconds if self._on_cpu and seconds > 0 else None
-        streaming = self._memory.streaming
+        streaming, cpu = self._memory.streaming, self._queue.rate
+        self._queue.rate = None
         self.rates = self.rates.measured(cpu, None if streaming is None else streaming.rate())
 
     # -- the three ways -------------------------------------------------------------------------------
@@ -199,31 +216,27 @@ class StepUpdates:
             state.end()
             weights.release()
 
-        pieces = self._plans[layer].pieces(work.indices, work.settings, work.steps, work.scale)
-        self._queue.submit(layer.index, pieces, end)
+        plan = self._plans[layer]
+        self.cpu_nbytes += CPU_TRAFFIC * plan.numel
+        if self._kernel is None:
+            self._queue.submit(layer.index, plan.batches(*work.captured), end)
+        else:
+            calls = self._kernel.calls(cut_work(plan.native(self._kernel, *work.captured)))
+            self._queue.submit_native(layer.index, calls, end, elements=plan.numel)
 
     def _submit_streamed(self, work: _Work) -> None:
-        layer, plan = work.layer, self._plans[work.layer]
-        streaming, update = self._memory.streaming, self._update
+        layer, streaming, update = work.layer, self._memory.streaming, self._update
         assert streaming is not None
         assert update is not None
         weights = self._memory.weights[layer.index]
-        tails = plan.tails(work.indices, work.settings, work.steps, work.scale)
-        with (
-            weights.acquire(Place.HOST, Mode.READ_WRITE),  # also orders the device's copies behind others' uses
-            self._driver.host_access(
-                reads=[layer.gradient_span], writes=[layer.state_span], label=f"tails of {layer.name}"
-            ),
-        ):
-            for tail in tails:
-                tail()
-        pieces = plan.on_device(update, work.indices, work.settings, work.steps, work.scale)
+        weights.acquire(Place.HOST, Mode.READ_WRITE).release()  # nobody uses the pages from here on
+        pieces = self._plans[layer].native(update, *work.captured)
         known = self._driver.publish()
 
         def enqueue() -> None:
             self._driver.observe(known)
-            for piece, prepared in pieces:
-                streaming.run(piece, prepared)
+            for prepared, home in pieces:
+                streaming.run(home, prepared)
 
         def end() -> None:  # readers of the host pages wait for the stream that brings the weights home
             weights.acquire(Place.MAPPED, Mode.READ_WRITE, stream=streaming.out).release()
@@ -235,27 +248,23 @@ class StepUpdates:
         layer, update = work.layer, self._update
         assert update is not None
         stream = self._stream()
-        pieces = self._plans[layer].on_device(update, work.indices, work.settings, work.steps, work.scale)
-        with self._memory.cache.open_for_update(layer.index, stream) as view:
-            for piece, prepared in pieces:
-                self._run_resident(layer, view.ptr, piece, stream, prepared)
+        pieces = self._plans[layer].native(update, *work.captured)
+        with self._memory.cache.open_for_update(layer.index, stream) as weights:
+            for prepared, home in pieces:
+                update.run(stream, prepared, _on_device(home, layer, weights.ptr))
 
-    def _run_resident(
-        self, layer: LayerState, weights: int, piece: StatePiece, stream: Stream, prepared: object
-    ) -> None:
-        residence, update = layer.residence, self._update
-        assert residence is not None
-        assert update is not None
-        state = residence.state_span.ptr - layer.state_span.ptr
-        to_weights = weights - layer.weight_span.ptr
-        update.update(
-            stream,
-            prepared,
-            parameter=piece.parameter + (state if piece.weight else to_weights),
-            gradient=piece.gradient - layer.gradient_span.ptr + residence.gradient_span.ptr,
-            gradient_dtype=piece.gradient_dtype,
-            exp_avg=piece.exp_avg + state,
-            exp_avg_sq=piece.exp_avg_sq + state,
-            weight=piece.weight + to_weights if piece.weight else 0,
-            count=piece.count,
-        )
+
+def _on_device(home: AdamOperands, layer: LayerState, weights: int) -> AdamOperands:
+    """A resident layer's operands, from where they would be at home in host memory."""
+    residence = layer.residence
+    assert residence is not None
+    state = residence.state_span.ptr - layer.state_span.ptr
+    to_weights = weights - layer.weight_span.ptr
+    return dataclasses.replace(
+        home,
+        parameter=home.parameter + (state if home.weight else to_weights),
+        gradient=home.gradient + residence.gradient_span.ptr - layer.gradient_span.ptr,
+        exp_avg=home.exp_avg + state,
+        exp_avg_sq=home.exp_avg_sq + state,
+        weight=home.weight + to_weights if home.weight else 0,
+    )

@@ -7,18 +7,17 @@ from typing import Any
 
 import torch
 
-from ...device_update import FP32, ITEMSIZE, DeviceUpdate
+from ...device_update import DeviceUpdate, part_of
 from ...layout import LayerLayout
-from ...native import AdamKernel, AdamSettings
+from ...native import AdamKernel, AdamOperands, AdamSettings
+from ...native.adam import VECTOR
 from ...split import spread
-from ...streaming import UNIT, StatePiece
+from ...streaming import UNIT
 from .budget import LARGEST_STREAM, SMALLEST_STREAM, UpdateRoom
-from .layer import Geometry, LayerState
+from .layer import LayerState
 from .torch_adam import CHUNK, Batch, update_batch
 
 NATIVE_CHUNK = 1 << 20  # elements a call of the native kernel: a millisecond or less, and few calls
-NATIVE = (torch.float32, torch.bfloat16)  # what the native kernels compute
-VECTOR = 64  # elements; a multiple of every vector width, so that a cut here leaves vector and tail alone
 
 
 class LayerUpdate:
@@ -29,46 +28,35 @@ class LayerUpdate:
     layer : LayerState
     groups : mapping of index to int
         The parameter group of each parameter that the optimizer updates, by index in the layer.
-    kernel : AdamKernel or None
-        The native kernel; without one, torch operations of the same arithmetic.
+    native : bool
+        It is made by native kernels; otherwise by torch operations of the same arithmetic.
 
     Attributes
     ----------
     numel : int
         Elements it updates.
-    streamable : bool
-        Whether a device kernel can take all but the last elements of every parameter.
-    residable : bool
-        Whether it can take all of them, so that the state may live on the device.
     """
 
-    def __init__(self, layer: LayerState, groups: Mapping[int, int], kernel: AdamKernel | None) -> None:
+    def __init__(self, layer: LayerState, groups: Mapping[int, int], *, native: bool) -> None:
         self._layer = layer
-        self._kernel = kernel
         self._groups = groups
-        self._whole: list[StatePiece] = []
-        self._native: list[StatePiece] = []
+        self._operands: dict[int, AdamOperands] = {}
         self._batches: list[Batch] = []
         for index in sorted(groups, key=lambda index: (groups[index], index)):
-            whole = self._vectors(index) if kernel is not None else None
-            if whole is not None:
-                self._whole.append(whole)
-                self._native += _cut(whole, NATIVE_CHUNK)
-            self._cut_batches(index, 0 if whole is None else whole.count)
+            if not native:
+                self._cut_batches(index)
+            elif layer.layout.slots[index].spec.numel:
+                self._operands[index] = self._at_home(index)
         self.numel = sum(layer.layout.slots[index].spec.numel for index in groups)
-        by_kernel = {piece.index for piece in self._whole}
-        nonempty = {index for index in groups if layer.layout.slots[index].spec.numel >= VECTOR}
-        self.streamable = bool(nonempty) and by_kernel >= nonempty
-        self.residable = self.streamable and not self._batches
 
-    def pieces(
+    def batches(
         self,
         present: set[int],
         settings: Sequence[AdamSettings],
         steps: Mapping[int, torch.Tensor],
         scale: float,
     ) -> list[Callable[[], None]]:
-        """The update of the parameters in `present`, in place, as calls that touch disjoint memory.
+        """The update of the parameters in `present` by torch, in place, as calls that touch disjoint memory.
 
         Parameters
         ----------
@@ -81,78 +69,48 @@ class LayerUpdate:
         scale : float
             Multiplied into every gradient.
         """
-        pieces: list[Callable[[], None]] = []
-        if self._kernel is not None:
-            prepared = self._prepared(self._kernel, present, settings, steps, scale)
-            pieces += [
-                _native_call(self._kernel, prepared[piece.index], piece)
-                for piece in self._native
-                if piece.index in present
-            ]
-        return pieces + self.tails(present, settings, steps, scale)
-
-    def tails(
-        self,
-        present: set[int],
-        settings: Sequence[AdamSettings],
-        steps: Mapping[int, torch.Tensor],
-        scale: float,
-    ) -> list[Callable[[], None]]:
-        """The part of `pieces` that no kernel but PyTorch's computes."""
-        pieces = []
+        calls = []
         for batch in self._batches:
             part = batch.only(present)
             if part.parameters:
                 numbers = [steps[index] for index in part.parameters]
-                pieces.append(_torch_call(part, settings[part.group], numbers, scale))
-        return pieces
+                calls.append(_torch_call(part, settings[part.group], numbers, scale))
+        return calls
 
-    def on_device(
-        self,
-        update: DeviceUpdate,
-        present: set[int],
-        settings: Sequence[AdamSettings],
-        steps: Mapping[int, torch.Tensor],
-        scale: float,
-    ) -> list[tuple[StatePiece, Any]]:
-        """What a device kernel updates of the parameters in `present`, each with what its calls share."""
-        prepared = self._prepared(update, present, settings, steps, scale)
-        return [(piece, prepared[piece.index]) for piece in self._whole if piece.index in present]
-
-    def _prepared(
+    def native(
         self,
         kernel: AdamKernel | DeviceUpdate,
         present: set[int],
         settings: Sequence[AdamSettings],
         steps: Mapping[int, torch.Tensor],
         scale: float,
-    ) -> dict[int, Any]:
-        return {
-            index: kernel.prepare(settings[self._groups[index]], float(steps[index]), scale) for index in present
-        }
+    ) -> list[tuple[Any, AdamOperands]]:
+        """The same by a native kernel: for each parameter what its calls share, and where it is at home."""
+        return [
+            (kernel.prepare(settings[self._groups[index]], float(steps[index]), scale), operands)
+            for index, operands in self._operands.items()
+            if index in present
+        ]
 
-    def _vectors(self, index: int) -> StatePiece | None:
-        """What of a parameter the native kernel covers; the last few elements are torch's."""
+    def _at_home(self, index: int) -> AdamOperands:
         layer = self._layer
-        spec, dtype = layer.layout.slots[index].spec, layer.geometry[index].dtype
-        whole = spec.numel // VECTOR * VECTOR
-        if dtype not in NATIVE or not whole:
-            return None
-        return StatePiece(
-            index=index,
+        spec, dtype = layer.layout.slots[index].spec, str(layer.geometry[index].dtype).removeprefix("torch.")
+        return AdamOperands(
             parameter=layer.cpu_state(index, "master").data_ptr(),
             gradient=layer.cpu_gradient(index).data_ptr(),
-            gradient_dtype=str(dtype).removeprefix("torch."),
+            gradient_dtype=dtype,
             exp_avg=layer.cpu_state(index, "exp_avg").data_ptr(),
             exp_avg_sq=layer.cpu_state(index, "exp_avg_sq").data_ptr(),
             weight=layer.cpu_weight(index).data_ptr() if spec.master else 0,
-            count=whole,
+            weight_dtype=dtype if spec.master else "bfloat16",
+            count=spec.numel,
+            tail=spec.numel % VECTOR,
         )
 
-    def _cut_batches(self, index: int, done: int) -> None:
+    def _cut_batches(self, index: int) -> None:
         layer, group = self._layer, self._groups[index]
         spec = layer.layout.slots[index].spec
-        for start in range(done, spec.numel, CHUNK):
+        for start in range(0, spec.numel, CHUNK):
             part = slice(start, min(start + CHUNK, spec.numel))
             self._batch(group, part.stop - part.start).add(
                 index,
@@ -172,68 +130,31 @@ class LayerUpdate:
         return self._batches[-1]
 
 
-def room_for_updates(
-    layouts: Sequence[LayerLayout], geometries: Sequence[Sequence[Geometry]], share: float
-) -> UpdateRoom:
+def cut_work(work: Sequence[tuple[Any, AdamOperands]]) -> list[tuple[Any, AdamOperands]]:
+    """Native work in calls short enough to be shared between threads."""
+    return [
+        (prepared, part_of(operands, start, min(NATIVE_CHUNK, operands.count - start)))
+        for prepared, operands in work
+        for start in range(0, operands.count, NATIVE_CHUNK)
+    ]
+
+
+def room_for_updates(layouts: Sequence[LayerLayout], share: float) -> UpdateRoom:
     """What the device's part of the update could use of its memory.
 
     Parameters
     ----------
-    layouts, geometries : sequence
-        Of the layers.
+    layouts : sequence of LayerLayout
     share : float
         Of the parameters that the device is to update, 0 to 1; no more than that is resident.
     """
     numel = [sum(slot.spec.numel for slot in layout.slots if slot.spec.updated) for layout in layouts]
-    can = [
-        size > 0
-        and all(
-            form.dtype in NATIVE and slot.spec.numel % VECTOR == 0
-            for slot, form in zip(layout.slots, forms, strict=True)
-            if slot.spec.updated
-        )
-        for size, layout, forms in zip(numel, layouts, geometries, strict=True)
-    ]
-    chosen = spread(numel, share, can)
     resident = [
         layout.state_nbytes + layout.gradient_nbytes if take else 0
-        for layout, take in zip(layouts, chosen, strict=True)
+        for layout, take in zip(layouts, spread(numel, share), strict=True)
     ]
-    elements = max(numel, default=0) if share else 0
-    streaming = min(LARGEST_STREAM, -(-elements // UNIT) * SMALLEST_STREAM)
+    streaming = min(LARGEST_STREAM, -(-max(numel, default=0) // UNIT) * SMALLEST_STREAM)
     return UpdateRoom(streaming, tuple(resident))
-
-
-def _cut(piece: StatePiece, elements: int) -> list[StatePiece]:
-    """A piece in pieces of at most `elements`."""
-    itemsize = ITEMSIZE[piece.gradient_dtype]
-    half = ITEMSIZE["bfloat16"]
-    return [
-        StatePiece(
-            index=piece.index,
-            parameter=piece.parameter + start * FP32,
-            gradient=piece.gradient + start * itemsize,
-            gradient_dtype=piece.gradient_dtype,
-            exp_avg=piece.exp_avg + start * FP32,
-            exp_avg_sq=piece.exp_avg_sq + start * FP32,
-            weight=piece.weight + start * half if piece.weight else 0,
-            count=min(elements, piece.count - start),
-        )
-        for start in range(0, piece.count, elements)
-    ]
-
-
-def _native_call(kernel: AdamKernel, prepared: object, piece: StatePiece) -> Callable[[], None]:
-    return lambda: kernel.update(
-        prepared,
-        parameter=piece.parameter,
-        gradient=piece.gradient,
-        gradient_dtype=piece.gradient_dtype,
-        exp_avg=piece.exp_avg,
-        exp_avg_sq=piece.exp_avg_sq,
-        weight=piece.weight,
-        count=piece.count,
-    )
 
 
 def _torch_call(
