@@ -11,6 +11,10 @@ class UnsupportedError(OffloadError):
     """Something about a model, an optimizer or a call that offloading cannot honour."""
 
 
+class DeviceKernelError(OffloadError):
+    """The device kernels cannot be compiled on this machine; the CPU can still do their work."""
+
+
 class BudgetError(OffloadError):
     """A memory budget is too small.
 

@@ -110,39 +110,9 @@ class AdamKernel:
         coefficients = adam_coefficients(settings, step, scale)
         return self._module.ffi.new("memferry_adam *", dataclasses.asdict(coefficients))
 
-    def update(
-        self,
-        prepared: Any,
-        *,
-        parameter: int,
-        gradient: int,
-        gradient_dtype: str,
-        exp_avg: int,
-        exp_avg_sq: int,
-        weight: int,
-        count: int,
-        weight_dtype: str = "bfloat16",
-        tail: int = 0,
-        out_parameter: int | None = None,
-        out_exp_avg: int | None = None,
-        out_exp_avg_sq: int | None = None,
-    ) -> None:
-        """Update `count` elements in the calling thread; `prepared` is of `prepare`, the rest of `AdamOperands`."""
-        operands = AdamOperands(
-            parameter=parameter,
-            gradient=gradient,
-            gradient_dtype=gradient_dtype,
-            exp_avg=exp_avg,
-            exp_avg_sq=exp_avg_sq,
-            weight=weight,
-            count=count,
-            weight_dtype=weight_dtype,
-            tail=tail,
-            out_parameter=out_parameter,
-            out_exp_avg=out_exp_avg,
-            out_exp_avg_sq=out_exp_avg_sq,
-        )
-        self.run(prepared, operands)
+    def update(self, prepared: Any, **operands: Any) -> None:
+        """Update elements in the calling thread; `prepared` is of `prepare`, the rest of `AdamOperands`."""
+        self.run(prepared, AdamOperands(**operands))
 
     def run(self, prepared: Any, operands: AdamOperands) -> None:
         """The same, with the operands made before."""

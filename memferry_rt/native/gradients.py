@@ -16,7 +16,9 @@ PIECE = 1 << 20  # elements a call; a multiple of NORM_BLOCK
 
 
 class GradientKernels:
-    """One variant of the kernels; addresses are of host memory, dtypes ``"float32"``, ``"bfloat16"``, ``"float16"``.
+    """One variant of the kernels.
+
+    Addresses are of host memory; dtypes are ``"float32"``, ``"bfloat16"`` and ``"float16"``.
 
     Parameters
     ----------
