@@ -117,7 +117,11 @@ def _random_state(dtype: str) -> npt.NDArray[np.uint8]:
 
 
 def part_of(operands: AdamOperands, start: int, count: int) -> AdamOperands:
-    """Elements `start` … ``start + count`` of an update in place; `start` is a whole number of vectors."""
+    """Elements `start` … ``start + count`` of an update; `start` is a whole number of vectors."""
+
+    def state(ptr: int | None) -> int | None:
+        return None if ptr is None else ptr + start * FP32
+
     gradient = start * ITEMSIZE[operands.gradient_dtype]
     weight = start * ITEMSIZE[operands.weight_dtype]
     return dataclasses.replace(
@@ -127,6 +131,9 @@ def part_of(operands: AdamOperands, start: int, count: int) -> AdamOperands:
         exp_avg_sq=operands.exp_avg_sq + start * FP32,
         gradient=operands.gradient + gradient,
         weight=operands.weight + weight if operands.weight else 0,
+        out_parameter=state(operands.out_parameter),
+        out_exp_avg=state(operands.out_exp_avg),
+        out_exp_avg_sq=state(operands.out_exp_avg_sq),
         count=count,
         tail=operands.tail if start + count == operands.count else 0,
     )

@@ -22,6 +22,7 @@ class OffloadOptions:
     pool_memory: int | None = None
     async_step: bool = False
     optimizer_split: str | float = "auto"
+    spare_slabs: int | None = None
     emulated: EmulatedOptions | None = None
 
     @classmethod
@@ -37,6 +38,7 @@ class OffloadOptions:
         pool_memory: str | int | None,
         async_step: bool,
         optimizer_split: str | float,
+        spare_slabs: str | int,
         emulated: EmulatedOptions | None,
     ) -> OffloadOptions:
         """Options from what a user writes.
@@ -60,6 +62,7 @@ class OffloadOptions:
             pool_memory=None if pool_memory is None else parse_size(pool_memory, name="pool_memory"),
             async_step=async_step,
             optimizer_split=_split(optimizer_split),
+            spare_slabs=_spare_slabs(spare_slabs),
             emulated=emulated,
         )
 
@@ -73,3 +76,12 @@ def _split(split: str | float) -> str | float:
     raise InvalidRequestError(
         f"optimizer_split: {split!r} is neither 'auto' nor 'cpu' nor the device's share, a number from 0 to 1"
     )
+
+
+def _spare_slabs(slabs: str | int) -> int | None:
+    """How many, or None for as many as host memory has room for."""
+    if slabs == "auto":
+        return None
+    if isinstance(slabs, int) and slabs >= 0:
+        return slabs
+    raise InvalidRequestError(f"spare_slabs: {slabs!r} is neither 'auto' nor a number of layers")

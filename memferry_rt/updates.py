@@ -8,8 +8,13 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import TypeVar
+
+from memferry_allocator.driver import Bracket
 
 from .native import NativeBatch, NativeCalls, NativePool
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -120,17 +125,31 @@ class UpdateQueue:
         end : callable
             Called by whoever waits for the layer, when all is enqueued.
         """
+        self._pending[layer] = _Update([self.in_feeder(enqueue)], end)
+
+    def in_feeder(self, job: Callable[[], T]) -> Future[T]:
+        """Run a job in the feeder, or at once where there is none."""
         if self._feeder is not None:
-            self._pending[layer] = _Update([self._feeder.submit(enqueue)], end)
-            return
-        fed: Future[None] = Future()
+            return self._feeder.submit(job)
+        done: Future[T] = Future()
         try:
-            enqueue()
+            done.set_result(job())
         except Exception as error:
-            fed.set_exception(error)
-        else:
-            fed.set_result(None)
-        self._pending[layer] = _Update([fed], end)
+            done.set_exception(error)
+        return done
+
+    def run_early(self, bracket: Callable[[], Bracket], calls: NativeCalls) -> NativeBatch:
+        """Start native calls of no layer's update, from within `in_feeder`.
+
+        Without a feeder they are over on return: a bracket may not stay open beside those of the caller.
+        """
+        assert self._native is not None, "made for Python"
+        if self._feeder is not None:
+            return self._native.submit(calls)
+        with bracket():
+            batch = self._native.submit(calls)
+            batch.wait()
+        return batch
 
     def poll(self, layer: int) -> bool:
         """Whether a layer's update is over, without blocking."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,15 @@ class GradientKernels:
         """``target = source``, rounded to the target's dtype; they do not overlap."""
         call = self._elementwise(target, target_dtype, source, source_dtype, count)
         self._module.lib.memferry_convert(call)
+
+    def conversions(self, rows: Sequence[tuple[int, str, int, str, int]]) -> NativeCalls:
+        """Calls for a `NativePool`, each with the arguments of `convert`; they touch disjoint memory."""
+        calls = [
+            (target, source, DTYPES[to], DTYPES[of], count, self._variant)
+            for target, to, source, of, count in rows
+        ]
+        array = self._module.ffi.new("memferry_convert_call[]", calls)
+        return NativeCalls("CONVERT", array, len(calls), ())
 
     def _elementwise(self, target: int, target_dtype: str, source: int, source_dtype: str, count: int) -> Any:
         row = (target, source, DTYPES[target_dtype], DTYPES[source_dtype], count, self._variant)

@@ -78,7 +78,9 @@ class GradientFlow:
     stream : callable
         The stream on which the calling thread's kernels run.
     settle : callable
-        Blocks until an update that still reads a layer's gradients is done.
+        Told that gradients of a layer are about to change; blocks until no update reads them any more.
+    arrived : callable
+        Told that a gradient is on its way home, where it stays until `settle` is called.
     ring_tensor : callable
         A uint8 tensor over a span of device memory.
     """
@@ -90,12 +92,14 @@ class GradientFlow:
         *,
         stream: Callable[[], Stream],
         settle: Callable[[LayerState], None],
+        arrived: Callable[[GradientSlot], None],
         ring_tensor: Callable[[Span], torch.Tensor],
     ) -> None:
         self._driver = driver
         self._engine = engine
         self._stream = stream
         self._settle = settle
+        self._arrived = arrived
         self._ring_tensor = ring_tensor
         self._ring: StagingRing | None = None
         self._lane = engine.lane(Direction.DEVICE_TO_HOST)
@@ -182,6 +186,7 @@ class GradientFlow:
         parameter.grad = slot.home
         slot.version = slot.home._version
         home.fresh = True
+        self._arrived(slot)
         if len(slot.parameter._post_accumulate_grad_hooks) > 1:
             self.finish()  # somebody else's hook may read it next
         else:

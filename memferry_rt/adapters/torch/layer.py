@@ -102,10 +102,11 @@ class LayerState:
         self.current: DeviceViews | None = None
         self.residence: Residence | None = None
         self._factory = factory
+        self._arena = arena
         self._places: OrderedDict[int, DeviceViews] = OrderedDict()
         self.weight_span = arena.cut(layout.weight_nbytes)
         self.gradient_span = arena.cut(layout.gradient_nbytes)
-        self.state_span = arena.cut(layout.state_nbytes)
+        self.state_span = self._state_slab = arena.cut(layout.state_nbytes)
         self.host_weights = [
             self._mapped(arena, self.weight_span, slot, slot.weight, form)
             for slot, form in zip(layout.slots, geometry, strict=True)
@@ -156,6 +157,13 @@ class LayerState:
             return self.cpu_state(index, kind)
         start = getattr(slot, kind)
         return self.residence.state[start : start + slot.spec.numel * 4].view(torch.float32)
+
+    def move_state(self, span: Span) -> Span:
+        """Host memory that holds the optimizer state from now on; returns what held it before, in full."""
+        old, self._state_slab = self._state_slab, span
+        self.state_span = Span(span.ptr, self.layout.state_nbytes)
+        self._cpu["state"] = self._factory.host(self._arena, self.state_span)
+        return old
 
     def gradient_home(self, index: int) -> torch.Tensor:
         """Where a parameter's gradient belongs, in the parameter's shape."""

@@ -19,6 +19,7 @@ from ...options import OffloadOptions
 from .budget import Budget, UpdateRoom, plan_budget
 from .convert import Materialiser, ParameterInit, plan_layouts
 from .cut import Cut, cut_layers, find_owners
+from .early import host_nbytes, spares_within
 from .native_adam import trusted_kernel
 from .optimizer import check_optimizer
 from .runtime import Runtime
@@ -44,6 +45,7 @@ def offload(
     pool_memory: str | int | None = None,
     async_step: bool = False,
     optimizer_split: str | float = "auto",
+    spare_slabs: str | int = "auto",
     param_init_fn: ParameterInit | None = None,
     emulated: EmulatedOptions | None = None,
 ) -> tuple[M, O]:
@@ -87,6 +89,9 @@ def offload(
         as `device_memory` has room for it; layers whose state can live there first, then layers whose state is
         streamed through it.  ``"auto"``: what has room lives there, and the rest is shared by measured speed.  It
         never changes the result.
+    spare_slabs : str or int
+        For how many layers host memory is taken twice, so that their update can be made during backward, while
+        clipping does not bite.  ``"auto"``: as many as `host_memory` has room for, and none without it.
     param_init_fn : callable, optional
         Initialises the parameters that a module itself owns, for models on ``meta``; by default
         ``module.reset_parameters()``.
@@ -119,6 +124,7 @@ def offload(
         pool_memory=pool_memory,
         async_step=async_step,
         optimizer_split=optimizer_split,
+        spare_slabs=spare_slabs,
         emulated=emulated,
     )
     dtype = _compute_dtype(options.compute_dtype)
@@ -131,10 +137,13 @@ def offload(
     share = {"cpu": 0.0, "auto": 1.0}.get(str(options.optimizer_split), options.optimizer_split)
     update = open_device_update(driver, ordinal, trusted_kernel()) if share else None
     room = room_for_updates(layouts, float(share)) if update else None
-    budget = _plan(model, cuts, layouts, options, driver, ordinal, room)
+    spares = options.spare_slabs
+    if spares is None:
+        spares = spares_within(layouts, options.host_memory)
+    budget = _plan(model, cuts, layouts, options, driver, ordinal, room, spares)
     materialiser = Materialiser(model, param_init_fn)
     runtime = Runtime(
-        model, optimizer, options, driver, ordinal, cuts, layouts, geometries, budget, materialiser, update
+        model, optimizer, options, driver, ordinal, cuts, layouts, geometries, budget, materialiser, update, spares
     )
     budget.begin()
     model.__dict__[_ATTRIBUTE] = runtime
@@ -204,8 +213,9 @@ def _plan(
     driver: Driver,
     ordinal: int,
     room: UpdateRoom | None,
+    spares: int,
 ) -> Budget:
-    host = sum(layout.host_nbytes for layout in layouts)
+    host = host_nbytes(layouts, spares)
     if options.host_memory is not None and host > options.host_memory:
         raise BudgetError(
             "host_memory", options.host_memory, host, "weights, gradients and optimizer state take more"

@@ -146,6 +146,15 @@ class OptimizerPatch:
         step += 1
         return step.clone()
 
+    def next_count(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The step number that `count` will give, without advancing it."""
+        return self._steps[parameter] + 1
+
+    def moment(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
+        """A parameter's tensor in ``optimizer.state``."""
+        tensor: torch.Tensor = self.optimizer.state[parameter][key]
+        return tensor
+
     def repoint(self, layer: LayerState) -> None:
         """A layer's state has moved: the tensors in ``optimizer.state`` stay, and show its new home."""
         for index, parameter in enumerate(layer.parameters):

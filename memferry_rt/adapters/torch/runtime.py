@@ -21,8 +21,9 @@ from ...updates import UpdateQueue
 from .budget import Budget
 from .convert import Materialiser, move_in
 from .cut import Cut, find_owners
+from .early import EarlyUpdates, cut_spares, host_nbytes
 from .forward import ForwardScopes, scope_of
-from .gradients import GradientFlow
+from .gradients import GradientFlow, GradientSlot
 from .guards import ModelGuards
 from .layer import DeviceViews, Geometry, LayerState, ViewKey
 from .memory import DeviceMemory
@@ -61,6 +62,7 @@ class Runtime:
         budget: Budget,
         materialiser: Materialiser,
         update: DeviceUpdate | None,
+        spares: int,
     ) -> None:
         self.model = model
         self.options = options
@@ -75,7 +77,7 @@ class Runtime:
         self.factory = TensorFactory(driver, device)
         self._streams: dict[int, Stream] = {}
         self._own_stream = driver.create_stream(device) if self.factory.emulated else None
-        self.arena = HostArena(driver, sum(layout.host_nbytes for layout in layouts))
+        self.arena = HostArena(driver, host_nbytes(layouts, spares))
         self.layers = move_in(cuts, layouts, geometries, self.arena, self.factory, materialiser)
         materialiser.materialise_buffers()
         self._home = {
@@ -90,7 +92,7 @@ class Runtime:
         self.updates = UpdateQueue(
             start=single_threaded,
             native=self._kernel is not None,
-            feeder=update is not None and not self.factory.emulated,
+            feeder=(update is not None or spares > 0) and not self.factory.emulated,
         )
         torch.set_num_threads(threads)
         self.memory = DeviceMemory(
@@ -106,6 +108,16 @@ class Runtime:
         )
         self._build_training(model, optimizer)
         self._build_updates(update)
+        if self._kernel is not None and spares:
+            self.step_updates.early = EarlyUpdates(
+                driver,
+                self.step_updates.plans,
+                self.patch,
+                self.updates,
+                self._kernel,
+                self.gradients.slots,
+                cut_spares(self.arena, layouts, spares),
+            )
         self.memory.open()
         self.gradients.use_ring(self.memory.ring)
 
@@ -117,7 +129,8 @@ class Runtime:
             self.driver,
             self.memory.engine,
             stream=self.stream,
-            settle=self._settle_layer,
+            settle=self._gradients_change,
+            arrived=self._gradient_arrived,
             ring_tensor=self.factory.device,
         )
         for parameter in trainable:
@@ -222,6 +235,7 @@ class Runtime:
         self.grad_norm = scale.norm
         if scale.factor is None:
             self.skipped_steps += 1
+            self.step_updates.skip()
         else:
             self.step_updates.submit(present, scale.factor)
         self.memory.trace.end_iteration()
@@ -242,6 +256,15 @@ class Runtime:
     def _settle_layer(self, layer: LayerState) -> None:
         """Block until a layer's update is made or, on the device, enqueued: its weights may then be acquired."""
         self.updates.wait(layer.index)
+
+    def _gradients_change(self, layer: LayerState) -> None:
+        self.updates.wait(layer.index)
+        if self.step_updates.early is not None:
+            self.step_updates.early.changing(layer)
+
+    def _gradient_arrived(self, slot: GradientSlot) -> None:
+        if self.step_updates.early is not None:
+            self.step_updates.early.arrived(slot)
 
     def _settle_home(self, layer: LayerState) -> None:
         """Block until a layer's update is over and its host pages hold the newest weights."""
@@ -388,6 +411,7 @@ class Runtime:
             last_to_first.callback(self.gradients.end_use)
             last_to_first.callback(self.scopes.detach)
             last_to_first.callback(self.updates.close)
+            last_to_first.callback(self.step_updates.skip)
             last_to_first.callback(self.synchronize)
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ from ...errors import OffloadError
 from ...native import AdamKernel, AdamOperands, AdamSettings
 from ...split import UpdateRates, spread
 from ...updates import UpdateQueue
+from .early import EarlyUpdates
 from .gradients import GradientSlot
 from .layer import LayerState
 from .memory import DeviceMemory
@@ -99,6 +100,11 @@ class StepUpdates:
         The share of the parameters to be updated on the device; None balances by measured rates.
     stream : callable
         The stream on which the calling thread's kernels run.
+
+    Attributes
+    ----------
+    early : EarlyUpdates or None
+        Who makes updates ahead of the step; set by who has spare slabs.
     """
 
     def __init__(
@@ -116,7 +122,7 @@ class StepUpdates:
     ) -> None:
         self._driver = driver
         self._layers = layers
-        self._plans = plans
+        self.plans = plans
         self._memory = memory
         self._patch = patch
         self._queue = queue
@@ -124,6 +130,7 @@ class StepUpdates:
         self._update = update
         self._split = split
         self._stream = stream
+        self.early: EarlyUpdates | None = None
         self.rates = UpdateRates()
         self.streamed: list[LayerState] = []
         self.cpu_nbytes = 0  # of host memory that the CPU's updates have read and written
@@ -138,7 +145,7 @@ class StepUpdates:
 
     def numel(self, layers: Iterable[LayerState]) -> int:
         """How many parameters the optimizer updates in these layers."""
-        return sum(self._plans[layer].numel for layer in layers)
+        return sum(self.plans[layer].numel for layer in layers)
 
     def submit(self, present: Sequence[GradientSlot], scale: float) -> None:
         """Queue the update of every layer that has gradients."""
@@ -150,20 +157,48 @@ class StepUpdates:
                 indices.setdefault(slot.layer, set()).add(slot.index)
         updated = [layer for layer in self._layers if layer in indices]
         self._refuse_aliases(updated)
+        early = self._made_early(updated, indices, settings, scale)
         for layer in updated:
             if layer.residence is None:
                 self._memory.cache.evict(layer.index)
-        self._assign([layer for layer in updated if layer.residence is None])
+        self._assign([layer for layer in updated if layer.residence is None and layer not in early])
         for layer in updated:
             steps = {index: self._patch.count(layer.parameters[index]) for index in indices[layer]}
             layer.touch(indices[layer])
             work = _Work(layer, indices[layer], settings, steps, scale)
             if layer.residence is not None:
                 self._update_in_place(work)
+            elif layer in early:
+                self._publish(layer)
             elif layer in self.streamed:
                 self._submit_streamed(work)
             else:
                 self._submit_to_cpu(work)
+
+    def skip(self) -> None:
+        """There is no update in this step: what was made ahead is of no use."""
+        if self.early is not None:
+            self.early.drop_all()
+            self.early.speculation.learn(False)
+
+    def _made_early(
+        self,
+        updated: Sequence[LayerState],
+        indices: Mapping[LayerState, set[int]],
+        settings: list[AdamSettings],
+        scale: float,
+    ) -> set[LayerState]:
+        """The layers whose update of this step is in a spare slab already."""
+        made: set[LayerState] = set()
+        if self.early is None:
+            return made
+        for layer in updated:
+            steps = {index: self._patch.next_count(layer.parameters[index]) for index in indices[layer]}
+            if self.early.fits(layer, indices[layer], settings, steps, scale):
+                made.add(layer)
+        self.early.drop_all(but=made)
+        self.early.speculation.learn(scale == 1.0)
+        return made
 
     def _refuse_aliases(self, layers: Sequence[LayerState]) -> None:
         """Nobody may hold tensors over device copies of layers whose weights are about to change."""
@@ -179,7 +214,7 @@ class StepUpdates:
     # -- who updates what -----------------------------------------------------------------------------
     def _assign(self, layers: Sequence[LayerState]) -> None:
         """Choose the layers that are streamed through the device in this step."""
-        sizes = [self._plans[layer].numel for layer in layers]
+        sizes = [self.plans[layer].numel for layer in layers]
         share = self._streamed_share(sum(sizes)) if self._memory.streaming is not None else 0.0
         chosen = spread(sizes, share)
         self.streamed = [layer for layer, take in zip(layers, chosen, strict=True) if take]
@@ -216,7 +251,7 @@ class StepUpdates:
             state.end()
             weights.release()
 
-        plan = self._plans[layer]
+        plan = self.plans[layer]
         self.cpu_nbytes += CPU_TRAFFIC * plan.numel
         if self._kernel is None:
             self._queue.submit(layer.index, plan.batches(*work.captured), end)
@@ -224,13 +259,29 @@ class StepUpdates:
             calls = self._kernel.calls(cut_work(plan.native(self._kernel, *work.captured)))
             self._queue.submit_native(layer.index, calls, end, elements=plan.numel)
 
+    def _publish(self, layer: LayerState) -> None:
+        """Let an update made during backward take effect: only the new weights are copied, beside the forward."""
+        early = self.early
+        assert early is not None
+        weights = self._memory.weights[layer.index].acquire(Place.HOST, Mode.READ_WRITE)
+        calls, slab = early.publish(layer)
+        spare = self._driver.host_access(reads=[slab.weights], label=f"new weights of {layer.name}")
+
+        def end() -> None:
+            spare.end()
+            weights.release()
+            early.reuse(slab)
+
+        self.cpu_nbytes += CPU_TRAFFIC * self.plans[layer].numel + 2 * weights.nbytes
+        self._queue.submit_native(layer.index, calls, end, elements=0)
+
     def _submit_streamed(self, work: _Work) -> None:
         layer, streaming, update = work.layer, self._memory.streaming, self._update
         assert streaming is not None
         assert update is not None
         weights = self._memory.weights[layer.index]
         weights.acquire(Place.HOST, Mode.READ_WRITE).release()  # nobody uses the pages from here on
-        pieces = self._plans[layer].native(update, *work.captured)
+        pieces = self.plans[layer].native(update, *work.captured)
         known = self._driver.publish()
 
         def enqueue() -> None:
@@ -248,7 +299,7 @@ class StepUpdates:
         layer, update = work.layer, self._update
         assert update is not None
         stream = self._stream()
-        pieces = self._plans[layer].native(update, *work.captured)
+        pieces = self.plans[layer].native(update, *work.captured)
         with self._memory.cache.open_for_update(layer.index, stream) as weights:
             for prepared, home in pieces:
                 update.run(stream, prepared, _on_device(home, layer, weights.ptr))

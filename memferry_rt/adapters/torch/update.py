@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,13 +41,17 @@ class LayerUpdate:
         self._layer = layer
         self._groups = groups
         self._operands: dict[int, AdamOperands] = {}
+        self._state_at = 0
         self._batches: list[Batch] = []
         for index in sorted(groups, key=lambda index: (groups[index], index)):
             if not native:
                 self._cut_batches(index)
-            elif layer.layout.slots[index].spec.numel:
-                self._operands[index] = self._at_home(index)
-        self.numel = sum(layer.layout.slots[index].spec.numel for index in groups)
+        self.numel = sum(self._numel(index) for index in groups)
+
+    @property
+    def indices(self) -> Iterable[int]:
+        """The parameters that it updates."""
+        return self._groups.keys()
 
     def batches(
         self,
@@ -86,11 +90,17 @@ class LayerUpdate:
         scale: float,
     ) -> list[tuple[Any, AdamOperands]]:
         """The same by a native kernel: for each parameter what its calls share, and where it is at home."""
+        if self._state_at != self._layer.state_span.ptr:  # never yet, or it has moved
+            self._state_at = self._layer.state_span.ptr
+            self._operands = {index: self._at_home(index) for index in self._groups if self._numel(index)}
         return [
             (kernel.prepare(settings[self._groups[index]], float(steps[index]), scale), operands)
             for index, operands in self._operands.items()
             if index in present
         ]
+
+    def _numel(self, index: int) -> int:
+        return self._layer.layout.slots[index].spec.numel
 
     def _at_home(self, index: int) -> AdamOperands:
         layer = self._layer
