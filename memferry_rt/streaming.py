@@ -109,8 +109,7 @@ class StateStream:
         self._pool.deallocate(self._base, self.nbytes, stream=stream, uses={})
 
     def _run(self, home: AdamOperands, prepared: Any) -> None:
-        slot = self._slots[self._next]
-        self._next = (self._next + 1) % SLOTS
+        slot = self._claim()
         here = self._in_slot(slot, home)
         gradient = (here.gradient, home.gradient, home.count * ITEMSIZE[home.gradient_dtype])
         state = [
@@ -118,8 +117,6 @@ class StateStream:
             (here.exp_avg, home.exp_avg, home.count * FP32),
             (here.exp_avg_sq, home.exp_avg_sq, home.count * FP32),
         ]
-        if slot.emptied is not None:
-            self._in.wait(slot.emptied)
         for device, host, nbytes in (*state, gradient):
             for part in self._pages.split(host, nbytes):  # no copy may cross the edge of a registration
                 self._driver.copy(device + part.ptr - host, part.ptr, part.nbytes, stream=self._in)
@@ -134,6 +131,14 @@ class StateStream:
                 self._driver.copy(part.ptr, device + part.ptr - host, part.nbytes, stream=self.out)
             self.bytes_out += nbytes
         slot.emptied = self.out.record()
+
+    def _claim(self) -> _Slot:
+        """The next slot, safe to be filled once what was in it has gone out."""
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % SLOTS
+        if slot.emptied is not None:
+            self._in.wait(slot.emptied)
+        return slot
 
     def _in_slot(self, slot: _Slot, home: AdamOperands) -> AdamOperands:
         parameter, exp_avg, exp_avg_sq, rest = (slot.base + number * FP32 * self.elements for number in range(4))

@@ -216,18 +216,28 @@ def test_orders_of_queued_work(seed: int) -> None:
     _both(job, seed=seed, share=PLACES[place], optimizer_split=1.0 if seed % 4 else 0.6, async_step=seed % 2 == 0)
 
 
-def test_what_lives_where_is_reported() -> None:
-    model = wide()
-    optimizer = torch.optim.AdamW(model.parameters())
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    memferry_rt.offload(model, optimizer, device="emulated", device_memory=8 * weights)
-    report = memferry_rt.runtime_of(model).report()
-    assert report.resident_parameters == report.parameters
-    memferry_rt.restore(model)
-    memferry_rt.offload(model, optimizer, device="emulated", device_memory=8 * weights, optimizer_split="cpu")
-    report = memferry_rt.runtime_of(model).report()
-    assert report.resident_parameters == report.streamed_parameters == 0
-    memferry_rt.restore(model)
+@pytest.mark.parametrize("split", ["cpu", 1.0])
+@pytest.mark.parametrize("place", PLACES)
+def test_who_updates_what_is_reported(place: str, split: Any) -> None:
+    both = Both(PLACES[place])
+    both.steps(3)
+    report = memferry_rt.runtime_of(both.models[split == 1.0]).report()
+    assert report.updated_parameters == report.parameters
+    on_device = report.resident_parameters + report.streamed_parameters
+    if split == "cpu":
+        assert on_device == 0
+        assert report.dram_nbytes >= 3 * 28 * report.parameters
+    elif place == "all resident":
+        assert report.resident_parameters == report.parameters
+    else:
+        assert on_device == report.parameters
+        assert (report.resident_parameters > 0) == (place == "some resident")
+    times = report.times
+    assert times.total > 0
+    assert min(times.busy, times.update, times.copy, times.step) >= -1e-9
+    assert times.busy + times.update + times.copy + times.step == pytest.approx(times.total)
+    assert 0 <= times.busy_share <= 1
+    both.close()
 
 
 @pytest.mark.parametrize("split", ["gpu", -0.1, 1.5, float("nan")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import traceback
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -15,8 +16,20 @@ from .models import Decoder, checkpointed, next_token_loss, plainly
 
 offload_module = importlib.import_module("memferry_rt.adapters.torch.offload")
 
-# Waits that another order makes redundant in these models: none today.
-REDUNDANT: frozenset[str] = frozenset()
+CLAIM = "_claim < _run < run < enqueue"
+
+# Waits that another order makes redundant in these models, by where they are.
+REDUNDANT = {
+    # A slot's last use in the step before: backward has waited for whatever went through the ring, unless a layer
+    # was not used in it.  Within a step it counts.
+    CLAIM,
+    # The host has waited for new weights of a layer that is read in place, and `Hazards` of the device copy do not
+    # know what the host knows.
+    "before < _write_back < _acquire_home < acquire",
+    "before < _acquire_device < acquire < open_for_update",
+    # The same where `step` waits for every layer.
+    "allocate < allocate < _load < prefetch",
+}
 
 
 class Forgetful(EmulatedDriver):
@@ -27,16 +40,18 @@ class Forgetful(EmulatedDriver):
         self.forget = forget
         self.waits = 0
         self.forgotten = ""
+        self.sites: list[str] = []
         self.armed = False
 
     def _skip(self) -> bool:
         if not self.armed:
             return False
         self.waits += 1
+        if self.forget is None:
+            self.sites.append(_site())
         if self.waits - 1 != self.forget:
             return False
-        frames = [f for f in traceback.extract_stack() if "memferry" in f.filename and "driver" not in f.filename]
-        self.forgotten = " < ".join(frame.name for frame in reversed(frames[-4:]))
+        self.forgotten = _site()
         return True
 
     def stream_wait(self, stream: Stream, event: Event) -> None:
@@ -50,6 +65,12 @@ class Forgetful(EmulatedDriver):
     def stream_synchronize(self, stream: Stream) -> None:
         if not self._skip():
             super().stream_synchronize(stream)
+
+
+def _site() -> str:
+    """Where in the program a wait is."""
+    frames = [f for f in traceback.extract_stack() if "memferry" in f.filename and "driver" not in f.filename]
+    return " < ".join(frame.name for frame in reversed(frames[-4:]))
 
 
 def _run(
@@ -103,13 +124,21 @@ def test_every_wait_counts(
     options = {"async_step": async_step, "share": share, "optimizer_split": split}
     complete, driver = _run(job, monkeypatch, None, **options)
     assert_same(expected, complete)
-    assert driver.waits > 8
-    redundant = []
-    for number in range(driver.waits):
+    assert driver.waits > 3
+    numbers: Iterable[int] = range(driver.waits)
+    last = {site: number for number, site in enumerate(driver.sites)}
+    if split != "cpu":  # a ring takes the same few ways again and again: the first and the last time of each
+        first = {site: number for number, site in reversed(list(enumerate(driver.sites)))}
+        numbers = sorted({*first.values(), *last.values()})
+    redundant: dict[str, list[int]] = {}
+    for number in numbers:
         try:
             result, driver = _run(job, monkeypatch, number, **options)
             assert_same(expected, result)
         except (RaceError, DriverError, AssertionError):
             continue
-        redundant.append(driver.forgotten)
-    assert set(redundant) <= REDUNDANT, redundant
+        redundant.setdefault(driver.forgotten, []).append(number)
+    allowed = REDUNDANT if split != "cpu" else set()
+    assert redundant.keys() <= allowed, redundant
+    if CLAIM in last:
+        assert last[CLAIM] not in redundant.get(CLAIM, []), "the last time, within a step"

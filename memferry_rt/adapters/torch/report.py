@@ -16,8 +16,10 @@ class Report:
     ----------
     stream_nbytes : int
         The ring through which optimizer state is streamed.
-    resident_parameters, streamed_parameters : int
-        Whose state lives on the device, and whose was streamed through it in the last step.
+    updated_parameters : int
+        Updated in the last step.
+    resident_parameters, streamed_parameters, early_parameters : int
+        Of these, where they live on the device, streamed through it, and made by the CPU during backward.
     update_rates : UpdateRates
         What the shares of CPU and device are balanced by.
     times : IterationTimes
@@ -39,8 +41,10 @@ class Report:
     device_peak: int
     host_to_device_nbytes: int
     device_to_host_nbytes: int
+    updated_parameters: int
     resident_parameters: int
     streamed_parameters: int
+    early_parameters: int
     update_rates: UpdateRates
     times: IterationTimes
     dram_nbytes: int

@@ -132,7 +132,9 @@ class StepUpdates:
         self._stream = stream
         self.early: EarlyUpdates | None = None
         self.rates = UpdateRates()
+        self.updated: list[LayerState] = []  # in the last step; some of them in these ways:
         self.streamed: list[LayerState] = []
+        self.made_early: set[LayerState] = set()
         self.cpu_nbytes = 0  # of host memory that the CPU's updates have read and written
         self._unseen: set[LayerState] = set()
 
@@ -158,6 +160,7 @@ class StepUpdates:
         updated = [layer for layer in self._layers if layer in indices]
         self._refuse_aliases(updated)
         early = self._made_early(updated, indices, settings, scale)
+        self.updated, self.made_early = updated, early
         for layer in updated:
             if layer.residence is None:
                 self._memory.cache.evict(layer.index)
