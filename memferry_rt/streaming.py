@@ -91,13 +91,11 @@ class StateStream:
             self._span = (first, self._mark(self.out), count + operands.count)
 
     def rate(self) -> float | None:
-        """Parameters a second since the last call, if what was enqueued is done; None otherwise."""
-        if self._span is None:
+        """Parameters a second since the last call; None if there were none, or they are still on their way."""
+        span, self._span = self._span, None
+        if span is None or not span[1].query():
             return None
-        first, last, count = self._span
-        if not last.query():
-            return None
-        self._span = None
+        first, last, count = span
         seconds = last.elapsed_since(first)
         return count / seconds if seconds > 0 else None
 
