@@ -10,6 +10,7 @@ from torch import nn
 
 import memferry_rt
 from memferry_allocator import EmulatedOptions, InvalidRequestError
+from memferry_rt.split import UpdateRates
 
 from .harness import Job, Result, assert_same, offloaded, plain
 from .models import VOCABULARY, Decoder, checkpointed, next_token_loss, plainly, skipping, tokens
@@ -90,16 +91,16 @@ def test_steps_that_are_not_finite_and_clipping(place: str, max_grad_norm: float
 class Both:
     """An offloaded model with a device share, and the same on the CPU alone, treated alike."""
 
-    def __init__(self, share: float, **options: Any) -> None:
+    def __init__(self, share: float, split: Any = 1.0, **options: Any) -> None:
         self.models, self.optimizers = [], []
-        for split in ("cpu", 1.0):
+        for chosen in ("cpu", split):
             torch.manual_seed(0)
             model = wide()
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             weights = sum(p.numel() * p.element_size() for p in model.parameters())
             budget = int(weights * share)
             memferry_rt.offload(
-                model, optimizer, device="emulated", device_memory=budget, optimizer_split=split, **options
+                model, optimizer, device="emulated", device_memory=budget, optimizer_split=chosen, **options
             )
             self.models.append(model)
             self.optimizers.append(optimizer)
@@ -248,3 +249,16 @@ def test_a_split_that_makes_no_sense_is_refused(split: Any) -> None:
             model, torch.optim.AdamW(model.parameters()), device_memory="1MiB", optimizer_split=split,
             device="emulated", emulated=EmulatedOptions(),
         )  # fmt: skip
+
+
+def test_the_balance_by_measured_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memferry_rt.adapters.torch.update.WORTHWHILE_STREAM", 0)
+    both = Both(PLACES["streamed"], split="auto")
+    updates = memferry_rt.runtime_of(both.models[1]).step_updates
+    both.steps(2)
+    half = updates.numel(updates.streamed)
+    updates.rates = UpdateRates(cpu=9e9, device=1e9)
+    both.steps(1, first=2)
+    assert updates.numel(updates.streamed) < half < updates.numel(updates.updated)
+    assert both.same()
+    both.close()

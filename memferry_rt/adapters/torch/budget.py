@@ -20,6 +20,7 @@ from ...streaming import BYTES, SLOTS, UNIT
 RING_UNIT = 512
 SMALLEST_RING = 4 << 10
 SMALLEST_STREAM = SLOTS * BYTES * UNIT
+WORTHWHILE_STREAM = SLOTS * BYTES * (64 << 10)  # with smaller copies, starting them takes most of the time
 LARGEST_STREAM = SLOTS * BYTES * (8 << 20)  # elements: copies of 32 MiB, far above what starting one costs
 SLACK = 0.06  # of torch's peak in the first step: fragmentation differs a little from step to step
 
@@ -32,11 +33,14 @@ class UpdateRoom:
     ----------
     streaming : int
         For the ring through which state is streamed; 0 where none is.
+    least : int
+        A smaller ring is not worth having.
     resident : tuple of int
         State and gradients of each layer that may live on the device; 0 for one that may not.
     """
 
     streaming: int = 0
+    least: int = 0
     resident: tuple[int, ...] = ()
 
 
@@ -133,8 +137,8 @@ class Budget:
             if 0 < nbytes <= left:
                 resident.append(layer)
                 left -= nbytes
-        if len(resident) == len(self.room.resident):
-            stream = 0  # nothing is left that could use it
+        if stream < self.room.least or len(resident) == len(self.room.resident):
+            stream = 0  # it would not pay, or nothing is left that could use it
         return replace(self, ring=ring, stream=max(stream, 0), resident=tuple(resident))
 
 

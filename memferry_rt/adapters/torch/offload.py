@@ -134,9 +134,10 @@ def offload(
     updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     cuts = cut_layers(model, options.layers)
     layouts, geometries = plan_layouts(cuts, updated, dtype)
-    share = {"cpu": 0.0, "auto": 1.0}.get(str(options.optimizer_split), options.optimizer_split)
-    update = open_device_update(driver, ordinal, trusted_kernel()) if share else None
-    room = room_for_updates(layouts, float(share)) if update else None
+    split = options.optimizer_split
+    update = None if split in ("cpu", 0.0) else open_device_update(driver, ordinal, trusted_kernel())
+    share = split if isinstance(split, float) else None
+    room = None if update is None else room_for_updates(layouts, share)
     spares = options.spare_slabs
     if spares is None:
         spares = spares_within(layouts, options.host_memory)

@@ -13,7 +13,7 @@ from ...native import AdamKernel, AdamOperands, AdamSettings
 from ...native.adam import VECTOR
 from ...split import spread
 from ...streaming import UNIT
-from .budget import LARGEST_STREAM, SMALLEST_STREAM, UpdateRoom
+from .budget import LARGEST_STREAM, SMALLEST_STREAM, WORTHWHILE_STREAM, UpdateRoom
 from .layer import LayerState
 from .torch_adam import CHUNK, Batch, update_batch
 
@@ -149,22 +149,24 @@ def cut_work(work: Sequence[tuple[Any, AdamOperands]]) -> list[tuple[Any, AdamOp
     ]
 
 
-def room_for_updates(layouts: Sequence[LayerLayout], share: float) -> UpdateRoom:
+def room_for_updates(layouts: Sequence[LayerLayout], share: float | None) -> UpdateRoom:
     """What the device's part of the update could use of its memory.
 
     Parameters
     ----------
     layouts : sequence of LayerLayout
-    share : float
-        Of the parameters that the device is to update, 0 to 1; no more than that is resident.
+    share : float or None
+        Of the parameters that the device is to update, 0 to 1; no more than that is resident.  None for as many as
+        is worth while.
     """
     numel = [sum(slot.spec.numel for slot in layout.slots if slot.spec.updated) for layout in layouts]
     resident = [
         layout.state_nbytes + layout.gradient_nbytes if take else 0
-        for layout, take in zip(layouts, spread(numel, share), strict=True)
+        for layout, take in zip(layouts, spread(numel, 1.0 if share is None else share), strict=True)
     ]
     streaming = min(LARGEST_STREAM, -(-max(numel, default=0) // UNIT) * SMALLEST_STREAM)
-    return UpdateRoom(streaming, tuple(resident))
+    least = min(streaming, WORTHWHILE_STREAM if share is None else SMALLEST_STREAM)
+    return UpdateRoom(streaming, least, tuple(resident))
 
 
 def _torch_call(
