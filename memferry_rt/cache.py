@@ -94,6 +94,22 @@ class LayerCache:
             view.release()
         self._partitions[layer].evict()
 
+    def open_for_update(self, layer: int, stream: Stream) -> View:
+        """A writing view of a layer's device copy, which becomes the newest; its reading views end.
+
+        Raises
+        ------
+        OutOfMemory
+            Layers in use leave no room for it.
+        """
+        partition = self._partitions[layer]
+        if not partition.resident and not self._make_room(partition.nbytes, beyond=-1, keep=layer):
+            raise self._no_room(layer)
+        view = self._views.pop(layer, None)
+        if view is not None:
+            view.release()
+        return partition.acquire(Place.DEVICE, Mode.READ_WRITE, stream=stream)
+
     @property
     def resident(self) -> list[int]:
         """The layers in device memory now."""

@@ -21,6 +21,8 @@ class OffloadOptions:
     layers: tuple[str, ...] | None = None
     pool_memory: int | None = None
     async_step: bool = False
+    optimizer_split: str | float = "auto"
+    spare_slabs: int | None = None
     emulated: EmulatedOptions | None = None
 
     @classmethod
@@ -35,6 +37,8 @@ class OffloadOptions:
         layers: Sequence[str] | None,
         pool_memory: str | int | None,
         async_step: bool,
+        optimizer_split: str | float,
+        spare_slabs: str | int,
         emulated: EmulatedOptions | None,
     ) -> OffloadOptions:
         """Options from what a user writes.
@@ -42,7 +46,7 @@ class OffloadOptions:
         Raises
         ------
         InvalidRequestError
-            A size or a norm makes no sense.
+            A size, a norm or a share makes no sense.
         """
         if max_grad_norm is not None and not (max_grad_norm > 0 and math.isfinite(max_grad_norm)):
             raise InvalidRequestError(
@@ -57,5 +61,27 @@ class OffloadOptions:
             layers=None if layers is None else tuple(layers),
             pool_memory=None if pool_memory is None else parse_size(pool_memory, name="pool_memory"),
             async_step=async_step,
+            optimizer_split=_split(optimizer_split),
+            spare_slabs=_spare_slabs(spare_slabs),
             emulated=emulated,
         )
+
+
+def _split(split: str | float) -> str | float:
+    if isinstance(split, str):
+        if split in ("auto", "cpu"):
+            return split
+    elif 0 <= split <= 1:
+        return float(split)
+    raise InvalidRequestError(
+        f"optimizer_split: {split!r} is neither 'auto' nor 'cpu' nor the device's share, a number from 0 to 1"
+    )
+
+
+def _spare_slabs(slabs: str | int) -> int | None:
+    """How many, or None for as many as host memory has room for."""
+    if slabs == "auto":
+        return None
+    if isinstance(slabs, int) and slabs >= 0:
+        return slabs
+    raise InvalidRequestError(f"spare_slabs: {slabs!r} is neither 'auto' nor a number of layers")

@@ -1,117 +1,91 @@
-/* Adam and AdamW on the CPU: one pass over weights, moments, gradient in and rounded weight out.
- *
- * The arithmetic is that of torch.optim.AdamW(fused=True) on the CPU, to the bit: IEEE fp32, rounded to nearest, with
- * fused multiply-adds exactly where fmaf stands and nowhere else.  Compile with -ffp-contract=off.  Every variant gives
- * the same bits; only its speed differs.
- */
-#include <math.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
+/* Adam and AdamW on the CPU: one pass over state, gradient in and rounded weight out. */
+#include "variants.h"
+#include "stream.h"
 
-#include "adam.h"
-
-#if defined(__x86_64__) && defined(__GNUC__)
-#define X86_VARIANTS 1
-#endif
-
-enum { BLOCK = 1024 }; /* elements widened at a time: 4 KiB that stay in the first-level cache */
-
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE float from_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-INLINE uint32_t to_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-INLINE float widen_bfloat16(uint16_t half) { return from_bits((uint32_t)half << 16); }
-
-/* Round to nearest, ties to even; a NaN becomes the one NaN that torch makes of it. */
-INLINE uint16_t narrow_bfloat16(float value) {
-    uint32_t bits = to_bits(value);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (uint16_t)rounded;
-}
-
-INLINE void widen(float *restrict out, const void *gradient, int dtype, size_t start, size_t count, float scale) {
-    if (dtype == MEMFERRY_BFLOAT16) {
-        const uint16_t *restrict half = (const uint16_t *)gradient + start;
-        for (size_t i = 0; i < count; i++) out[i] = widen_bfloat16(half[i]);
-    } else {
-        memcpy(out, (const float *)gradient + start, count * sizeof *out);
-    }
-    if (scale != 1.0f)
-        for (size_t i = 0; i < count; i++) out[i] *= scale;
-}
-
-INLINE void update(float *restrict p, const float *restrict g, float *restrict m, float *restrict v, size_t count,
-                   const memferry_adam *restrict a) {
+/* Outputs may be the inputs: element i is read before it is written. */
+INLINE void update(const float *p, const float *m, const float *v, const float *restrict gradient, float *out_p,
+                   float *out_m, float *out_v, size_t count, const memferry_adam *settings, int tail) {
+    const memferry_adam a = *settings; /* a copy that no store can change, so that it stays in registers */
+    INDEPENDENT
     for (size_t i = 0; i < count; i++) {
-        float gradient = a->maximize ? -g[i] : g[i];
-        float weight = p[i];
-        if (a->l2_decay != 0.0f) gradient = fmaf(weight, a->l2_decay, gradient);
-        weight *= a->keep;
-        float start = a->lerp_from_gradient ? gradient : m[i];
-        float mean = fmaf(a->mean_weight, gradient - m[i], start);
-        float square = fmaf(a->square_weight * gradient, gradient, v[i] * a->square_keep);
-        float divisor = sqrtf(square) / a->square_correction + a->eps;
-        p[i] = weight + (a->minus_step * mean) / divisor;
-        m[i] = mean;
-        v[i] = square;
+        memferry_adam_state next = adam_element(p[i], gradient[i], m[i], v[i], &a, tail);
+        out_p[i] = next.parameter;
+        out_m[i] = next.exp_avg;
+        out_v[i] = next.exp_avg_sq;
     }
 }
 
-INLINE void run(float *p, const void *gradient, int gradient_dtype, float *m, float *v, void *weight, size_t count,
-                const memferry_adam *a) {
-    float wide[BLOCK];
-    for (size_t start = 0; start < count; start += BLOCK) {
-        size_t n = count - start < BLOCK ? count - start : BLOCK;
-        widen(wide, gradient, gradient_dtype, start, n, a->scale);
-        update(p + start, wide, m + start, v + start, n, a);
-        if (weight) {
-            uint16_t *restrict out = (uint16_t *)weight + start;
-            for (size_t i = 0; i < n; i++) out[i] = narrow_bfloat16(p[start + i]);
-        }
+/* The loads and stores of an update and nothing else; the xor is there to use the gradient. */
+INLINE void carry(const float *p, const float *m, const float *v, const float *restrict gradient, float *out_p,
+                  float *out_m, float *out_v, size_t count) {
+    INDEPENDENT
+    for (size_t i = 0; i < count; i++) {
+        out_p[i] = p[i];
+        out_m[i] = m[i];
+        out_v[i] = from_bits(to_bits(v[i]) ^ to_bits(gradient[i]));
     }
 }
 
-#define VARIANT(name, attributes)                                                                                  \
-    attributes static void name(float *p, const void *gradient, int gradient_dtype, float *m, float *v,           \
-                                void *weight, size_t count, const memferry_adam *a) {                             \
-        run(p, gradient, gradient_dtype, m, v, weight, count, a);                                                 \
-    }
+enum work { BODY, TAIL, TRAFFIC };
 
-VARIANT(run_generic, )
-#ifdef X86_VARIANTS
-VARIANT(run_avx2, __attribute__((target("avx2,fma"))))
-VARIANT(run_avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))))
-#endif
+/* Where a block of new state is made: at its place, or in cache, to be streamed out from there. */
+typedef struct {
+    float *place, *made;
+} target;
 
-int memferry_adam_best_variant(void) {
-#ifdef X86_VARIANTS
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return MEMFERRY_AVX512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return MEMFERRY_AVX2;
-#endif
-    return MEMFERRY_GENERIC;
+INLINE target target_of(uintptr_t out, uintptr_t in, size_t start, float *scratch, int stream) {
+    target t;
+    t.place = (float *)out + start;
+    t.made = stream && out != in ? scratch : t.place;
+    return t;
 }
 
-void memferry_adam_update(int variant, float *p, const void *gradient, int gradient_dtype, float *m, float *v,
-                          void *weight, size_t count, const memferry_adam *a) {
-    switch (variant) {
-#ifdef X86_VARIANTS
-    case MEMFERRY_AVX512: run_avx512(p, gradient, gradient_dtype, m, v, weight, count, a); return;
-    case MEMFERRY_AVX2: run_avx2(p, gradient, gradient_dtype, m, v, weight, count, a); return;
-#endif
-    default: run_generic(p, gradient, gradient_dtype, m, v, weight, count, a);
-    }
+INLINE void leave(target t, size_t count) {
+    if (t.made != t.place) stream_out(t.place, t.made, count * sizeof *t.made);
 }
+
+INLINE void adam_block(const memferry_adam_call *call, size_t start, size_t count, enum work work) {
+    const memferry_adam_operands *o = &call->operands;
+    const memferry_tuning *t = call->tuning;
+    _Alignas(64) float gradient[MEMFERRY_BLOCK], scratch[3][MEMFERRY_BLOCK];
+    _Alignas(64) uint16_t rounded[MEMFERRY_BLOCK];
+    target p = target_of(o->out_parameter, o->parameter, start, scratch[0], t->stream_out);
+    target m = target_of(o->out_exp_avg, o->exp_avg, start, scratch[1], t->stream_out);
+    target v = target_of(o->out_exp_avg_sq, o->exp_avg_sq, start, scratch[2], t->stream_out);
+    widen(gradient, o->gradient, o->gradient_dtype, start, count);
+    const float *old_p = (const float *)o->parameter + start, *old_m = (const float *)o->exp_avg + start;
+    const float *old_v = (const float *)o->exp_avg_sq + start;
+    if (work == TRAFFIC)
+        carry(old_p, old_m, old_v, gradient, p.made, m.made, v.made, count);
+    else
+        update(old_p, old_m, old_v, gradient, p.made, m.made, v.made, count, call->settings, work == TAIL);
+    if (o->weight && t->stream_weight && o->weight_dtype != MEMFERRY_FLOAT32) {
+        narrow((uintptr_t)rounded, o->weight_dtype, 0, p.made, count);
+        stream_out((uint16_t *)o->weight + start, rounded, count * sizeof *rounded);
+    } else if (o->weight) {
+        narrow(o->weight, o->weight_dtype, start, p.made, count);
+    }
+    leave(p, count);
+    leave(m, count);
+    leave(v, count);
+}
+
+INLINE void blocks(const memferry_adam_call *call, size_t start, size_t end, enum work work) {
+    size_t block = smaller(call->tuning->block, MEMFERRY_BLOCK);
+    for (; start < end; start += block) adam_block(call, start, smaller(block, end - start), work);
+}
+
+INLINE void adam(const memferry_adam_call *call) {
+    size_t count = call->operands.count, body = count - smaller(call->operands.tail, count);
+    blocks(call, 0, body, BODY);
+    blocks(call, body, count, TAIL);
+    stream_fence();
+}
+
+INLINE void traffic(const memferry_adam_call *call) {
+    blocks(call, 0, call->operands.count, TRAFFIC);
+    stream_fence();
+}
+
+VARIANTS(memferry_adam_update, memferry_adam_call, adam)
+VARIANTS(memferry_adam_traffic, memferry_adam_call, traffic)

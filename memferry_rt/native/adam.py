@@ -2,29 +2,89 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import importlib
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from .coefficients import AdamSettings, adam_coefficients
+from .module import DTYPES, VARIANTS, kernels, variant_number
+from .pool import NativeCalls
 
-DTYPES = {"float32": 0, "bfloat16": 1}
-VARIANTS = ("generic", "avx2", "avx512")
+VECTOR = 8  # elements: PyTorch computes the last ``numel % VECTOR`` of a tensor outside of its vector loop
 
 
 @dataclass(frozen=True)
-class AdamSettings:
-    """Settings of Adam or AdamW, captured when a step is made."""
+class AdamTuning:
+    """How the kernel goes through memory; no result depends on it.
 
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool
-    maximize: bool
+    Attributes
+    ----------
+    block : int
+        Elements widened and updated at a time, at most 4096; they should stay in the first-level cache.
+    stream_out : bool
+        Non-temporal stores into state that lies elsewhere than the old: its lines are not read first.
+    stream_weight : bool
+        The same for the rounded weights, which then lie in memory and not in cache.
+    """
+
+    block: int = 1024
+    stream_out: bool = True
+    stream_weight: bool = False
+
+
+@dataclass(frozen=True)
+class AdamOperands:
+    """Addresses of one call.
+
+    Attributes
+    ----------
+    parameter, exp_avg, exp_avg_sq : int
+        Of fp32.
+    gradient : int
+        Of `gradient_dtype`, ``"float32"``, ``"bfloat16"`` or ``"float16"``; only read.
+    weight : int
+        Of `weight_dtype`, that gets the new parameter rounded; 0 for none.
+    count : int
+        Elements.
+    tail : int
+        How many of the last of them end their tensor behind its last whole `VECTOR`; those PyTorch rounds
+        differently.
+    out_parameter, out_exp_avg, out_exp_avg_sq : int, optional
+        Where the new state goes; by default in place of the old.  Each is its input's own address or memory
+        that overlaps no other operand.
+    """
+
+    parameter: int
+    gradient: int
+    gradient_dtype: str
+    exp_avg: int
+    exp_avg_sq: int
+    weight: int
+    count: int
+    weight_dtype: str = "bfloat16"
+    tail: int = 0
+    out_parameter: int | None = None
+    out_exp_avg: int | None = None
+    out_exp_avg_sq: int | None = None
+
+    def native(self) -> tuple[int, ...]:
+        """In the order of the C structure."""
+        return (
+            self.parameter,
+            self.exp_avg,
+            self.exp_avg_sq,
+            self.parameter if self.out_parameter is None else self.out_parameter,
+            self.exp_avg if self.out_exp_avg is None else self.out_exp_avg,
+            self.exp_avg_sq if self.out_exp_avg_sq is None else self.out_exp_avg_sq,
+            self.gradient,
+            self.weight,
+            DTYPES[self.gradient_dtype],
+            DTYPES[self.weight_dtype],
+            self.count,
+            self.tail,
+        )
 
 
 class AdamKernel:
@@ -35,92 +95,50 @@ class AdamKernel:
     module : cffi module
     variant : str
         ``"generic"``, ``"avx2"`` or ``"avx512"``; the processor must have it.
+    tuning : AdamTuning, optional
     """
 
-    def __init__(self, module: Any, variant: str) -> None:
+    def __init__(self, module: Any, variant: str, tuning: AdamTuning | None = None) -> None:
         self._module = module
         self.variant = variant
+        self.tuning = tuning or AdamTuning()
         self._number = VARIANTS.index(variant)
+        self._tuning = module.ffi.new("memferry_tuning *", dataclasses.asdict(self.tuning))
 
     def prepare(self, settings: AdamSettings, step: float, scale: float) -> Any:
-        """What a step's calls share: coefficients in fp32, computed in double and then rounded.
+        """What a step's calls share; see `adam_coefficients`."""
+        coefficients = adam_coefficients(settings, step, scale)
+        return self._module.ffi.new("memferry_adam *", dataclasses.asdict(coefficients))
 
-        Parameters
-        ----------
-        step : float
-            The number of the step, from 1.
-        scale : float
-            Multiplied into every gradient.
-        """
-        mean_weight = np.float32(1.0 - settings.beta1)
-        from_gradient = not mean_weight < np.float32(0.5)
-        return self._module.ffi.new(
-            "memferry_adam *",
-            {
-                "keep": 1.0 - settings.lr * settings.weight_decay if settings.decoupled else 1.0,
-                "l2_decay": 0.0 if settings.decoupled else settings.weight_decay,
-                "mean_weight": float(mean_weight - np.float32(1.0) if from_gradient else mean_weight),
-                "lerp_from_gradient": from_gradient,
-                "square_weight": 1.0 - settings.beta2,
-                "square_keep": settings.beta2,
-                "square_correction": math.sqrt(1.0 - settings.beta2**step),
-                "minus_step": -(settings.lr / (1.0 - settings.beta1**step)),
-                "eps": settings.eps,
-                "scale": scale,
-                "maximize": settings.maximize,
-            },
-        )
+    def update(self, prepared: Any, **operands: Any) -> None:
+        """Update elements in the calling thread; `prepared` is of `prepare`, the rest of `AdamOperands`."""
+        self.run(prepared, AdamOperands(**operands))
 
-    def update(
-        self,
-        prepared: Any,
-        *,
-        parameter: int,
-        gradient: int,
-        gradient_dtype: str,
-        exp_avg: int,
-        exp_avg_sq: int,
-        weight: int,
-        count: int,
-    ) -> None:
-        """Update `count` elements in place.
+    def run(self, prepared: Any, operands: AdamOperands) -> None:
+        """The same, with the operands made before."""
+        row = (operands.native(), prepared, self._tuning, self._number)
+        self._module.lib.memferry_adam_update(self._module.ffi.new("memferry_adam_call *", row))
 
-        Parameters
-        ----------
-        prepared
-            Of `prepare`.
-        parameter, exp_avg, exp_avg_sq : int
-            Addresses of fp32.
-        gradient : int
-            Address of `gradient_dtype`, ``"float32"`` or ``"bfloat16"``; only read.
-        weight : int
-            Address of bfloat16 that gets the new parameter rounded; 0 for none.
-        """
-        cast = self._module.ffi.cast
-        self._module.lib.memferry_adam_update(
-            self._number,
-            cast("float *", parameter),
-            cast("void *", gradient),
-            DTYPES[gradient_dtype],
-            cast("float *", exp_avg),
-            cast("float *", exp_avg_sq),
-            cast("void *", weight),
-            count,
-            prepared,
-        )
+    def calls(self, work: Sequence[tuple[Any, AdamOperands]]) -> NativeCalls:
+        """Calls for a `NativePool`, each with what `prepare` gave for it; they must touch disjoint memory."""
+        return self._calls(work, "ADAM")
+
+    def traffic(self, work: Sequence[AdamOperands]) -> NativeCalls:
+        """The same loads and stores without the arithmetic, for comparison: the results mean nothing."""
+        return self._calls([(self._module.ffi.NULL, operands) for operands in work], "TRAFFIC")
+
+    def _calls(self, work: Sequence[tuple[Any, AdamOperands]], kind: str) -> NativeCalls:
+        rows = [(operands.native(), prepared, self._tuning, self._number) for prepared, operands in work]
+        array = self._module.ffi.new("memferry_adam_call[]", rows)
+        return NativeCalls(kind, array, len(rows), (self._tuning, [prepared for prepared, _ in work]))
 
 
 @functools.cache
-def load_adam(variant: str | None = None) -> AdamKernel | None:
+def load_adam(variant: str | None = None, tuning: AdamTuning | None = None) -> AdamKernel | None:
     """The kernel in the fastest variant this processor runs, or in the one asked for.
 
     None where the package was installed without a C compiler, or the processor lacks the variant.
     """
-    try:
-        module = importlib.import_module("memferry_rt.native._adam")
-    except ImportError:
-        return None
-    best = module.lib.memferry_adam_best_variant()
-    if variant is not None and VARIANTS.index(variant) > best:
-        return None
-    return AdamKernel(module, VARIANTS[best] if variant is None else variant)
+    module = kernels()
+    number = None if module is None else variant_number(module, variant)
+    return None if number is None else AdamKernel(module, VARIANTS[number], tuning)

@@ -6,16 +6,26 @@ from cffi import FFI
 
 HERE = Path(__file__).parent
 SOURCES = Path("memferry_rt/native")  # setuptools wants sources relative to the project
+DECLARED = ("adam.h", "kernels.h")
 
 builder = FFI()
-builder.cdef((HERE / "adam.h").read_text())
+for header in DECLARED:
+    builder.cdef((HERE / header).read_text())
 builder.set_source(
-    "memferry_rt.native._adam",
-    '#include <stddef.h>\n#include "adam.h"',
-    sources=[str(SOURCES / "adam.c")],
+    "memferry_rt.native._kernels",
+    "\n".join(f"#include {header}" for header in ("<stddef.h>", "<stdint.h>", '"adam.h"', '"kernels.h"')),
+    sources=[str(SOURCES / source) for source in ("adam.c", "gradients.c", "pool.c", "variants.c")],
     include_dirs=[str(SOURCES)],
-    depends=[str(SOURCES / "adam.h")],
-    extra_compile_args=["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
+    depends=[str(SOURCES / path.name) for path in sorted(HERE.glob("*.h"))],
+    extra_compile_args=[
+        "-O3",
+        "-std=c11",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-pthread",
+    ],
+    extra_link_args=["-pthread"],
     libraries=["m"],
     optional=True,
 )

@@ -133,7 +133,7 @@ def test_host_memory_does_not_grow_over_steps() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if number > 1:
-            seen.add((runtime.driver.registered, runtime.space.pool.peak, runtime.report().host_nbytes))
+            seen.add((runtime.driver.registered, runtime.memory.space.pool.peak, runtime.report().host_nbytes))
     assert len(seen) == 1
     memferry_rt.restore(model)
 

@@ -2,6 +2,7 @@
 
 from .checkpoint import load, save
 from .offload import offload, restore, runtime_of, synchronize
-from .runtime import Report, Runtime
+from .report import Report
+from .runtime import Runtime
 
 __all__ = ["Report", "Runtime", "load", "offload", "restore", "runtime_of", "save", "synchronize"]

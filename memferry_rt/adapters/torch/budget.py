@@ -15,18 +15,45 @@ from memferry_allocator.sizes import align_up
 
 from ...errors import BudgetError
 from ...layout import LayerLayout
+from ...streaming import BYTES, SLOTS, UNIT
 
 RING_UNIT = 512
 SMALLEST_RING = 4 << 10
+SMALLEST_STREAM = SLOTS * BYTES * UNIT
+WORTHWHILE_STREAM = SLOTS * BYTES * (64 << 10)  # with smaller copies, starting them takes most of the time
+LARGEST_STREAM = SLOTS * BYTES * (8 << 20)  # elements: copies of 32 MiB, far above what starting one costs
 SLACK = 0.06  # of torch's peak in the first step: fragmentation differs a little from step to step
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Bytes of the pool, of the gradient ring inside it, and of torch's part.
+class UpdateRoom:
+    """What the update on the device could use of the pool, in bytes.
 
     Attributes
     ----------
+    streaming : int
+        For the ring through which state is streamed; 0 where none is.
+    least : int
+        A smaller ring is not worth having.
+    resident : tuple of int
+        State and gradients of each layer that may live on the device; 0 for one that may not.
+    """
+
+    streaming: int = 0
+    least: int = 0
+    resident: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of the pool, of the rings inside it, and of torch's part.
+
+    Attributes
+    ----------
+    stream : int
+        Of the ring through which optimizer state is streamed.
+    resident : tuple of int
+        The layers whose optimizer state and gradients live in the pool.
     together : int
         What the weights that are needed at the same time must have of the pool.
     least, comfortable, wanted : int
@@ -38,12 +65,16 @@ class Budget:
     total: int
     pool: int
     ring: int
+    stream: int
+    resident: tuple[int, ...]
     together: int
     least: int
     comfortable: int
     wanted: int
     largest_gradient: int
     smallest_layer: int
+    weights: int
+    room: UpdateRoom
     fixed: bool
     device: int | None
 
@@ -93,7 +124,22 @@ class Budget:
         pool = min(spare, self.wanted) // RING_UNIT * RING_UNIT
         if pool < self.pool + self.smallest_layer:
             return None
-        return replace(self, pool=pool, ring=_ring(pool, self.largest_gradient, self.together))
+        return replace(self, pool=pool, resident=()).shared()
+
+    def shared(self) -> Budget:
+        """With the pool shared: first what weights must have, then the rings, the other weights, and state."""
+        ring = _ring(self.pool, self.largest_gradient, self.together)
+        stream = min(self.room.streaming, self.pool // 8, self.pool - self.together - ring)
+        stream = stream // SMALLEST_STREAM * SMALLEST_STREAM
+        left = self.pool - ring - stream - self.weights
+        resident = []
+        for layer, nbytes in enumerate(self.room.resident):
+            if 0 < nbytes <= left:
+                resident.append(layer)
+                left -= nbytes
+        if stream < self.room.least or len(resident) == len(self.room.resident):
+            stream = 0  # it would not pay, or nothing is left that could use it
+        return replace(self, ring=ring, stream=max(stream, 0), resident=tuple(resident))
 
 
 def plan_budget(
@@ -103,6 +149,7 @@ def plan_budget(
     *,
     pool: int | None,
     device: int | None,
+    room: UpdateRoom | None = None,
 ) -> Budget:
     """Share a device budget.
 
@@ -117,6 +164,8 @@ def plan_budget(
         The pool's size, if the user gives it.
     device : int or None
         The CUDA device; None on the emulated device.
+    room : UpdateRoom, optional
+        What the update on the device could use; nothing by default.
 
     Raises
     ------
@@ -135,8 +184,10 @@ def plan_budget(
         reason = f"{worst[1]} must be in it at once" if smallest > available else "it is part of device_memory"
         raise BudgetError(name, available, smallest, reason)
     weights = sum(layout.weight_nbytes for layout in layouts)
-    wanted = weights + _whole_ring(gradient)
-    comfortable = min(2 * max(layout.weight_nbytes for layout in layouts) + _whole_ring(gradient), wanted)
+    room = room or UpdateRoom()
+    wanted = weights + _whole_ring(gradient) + room.streaming + sum(room.resident)
+    arriving = 2 * max(layout.weight_nbytes for layout in layouts)
+    comfortable = min(arriving + _whole_ring(gradient) + room.streaming, wanted)
     if pool is not None:
         chosen = pool
     elif device is None:
@@ -146,16 +197,20 @@ def plan_budget(
     return Budget(
         total=total,
         pool=chosen,
-        ring=_ring(chosen, gradient, worst[0]),
+        ring=0,
+        stream=0,
+        resident=(),
         together=worst[0],
         least=smallest,
         comfortable=comfortable,
         wanted=wanted,
         largest_gradient=gradient,
         smallest_layer=min(layout.weight_nbytes for layout in layouts),
+        weights=sum(align_up(layout.weight_nbytes, RING_UNIT) for layout in layouts),
+        room=room,
         fixed=pool is not None,
         device=device,
-    )
+    ).shared()
 
 
 def _room(layouts: Sequence[LayerLayout], group: tuple[int, ...]) -> tuple[int, str]:

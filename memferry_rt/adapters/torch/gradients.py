@@ -2,7 +2,8 @@
 
 A gradient that autograd has made is copied into a small ring in device memory, in the compute stream's order,
 and from there home, on the copy stream.  Autograd's own tensor is free again at once.  After backward, a
-parameter's ``grad`` is a view of the gradient's home: host pages, as the device sees them.
+parameter's ``grad`` is a view of the gradient's home: host pages, as the device sees them.  The gradients of a
+layer whose optimizer state lives on the device are at home there, and never leave.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class GradientSlot:
     Attributes
     ----------
     home : Tensor
-        Over the host pages where the gradient belongs.
+        Over the memory where the gradient belongs: host pages, or the device's where the layer is resident.
+    span : Span
+        That memory: a host address, or a device pointer.
     partial : Tensor or None
         What earlier micro-steps have summed, while a new gradient is being made.
     leaving : Event or None
@@ -59,6 +62,7 @@ class _LayerHome:
     """A layer's gradients at home, and the bracket under which the device may touch them there."""
 
     span: Span
+    on_device: bool = False
     bracket: Bracket | None = None
     fresh: bool = False
     slots: list[GradientSlot] = field(default_factory=list)
@@ -74,7 +78,9 @@ class GradientFlow:
     stream : callable
         The stream on which the calling thread's kernels run.
     settle : callable
-        Blocks until an update that still reads a layer's gradients is done.
+        Told that gradients of a layer are about to change; blocks until no update reads them any more.
+    arrived : callable
+        Told that a gradient is on its way home, where it stays until `settle` is called.
     ring_tensor : callable
         A uint8 tensor over a span of device memory.
     """
@@ -86,12 +92,14 @@ class GradientFlow:
         *,
         stream: Callable[[], Stream],
         settle: Callable[[LayerState], None],
+        arrived: Callable[[GradientSlot], None],
         ring_tensor: Callable[[Span], torch.Tensor],
     ) -> None:
         self._driver = driver
         self._engine = engine
         self._stream = stream
         self._settle = settle
+        self._arrived = arrived
         self._ring_tensor = ring_tensor
         self._ring: StagingRing | None = None
         self._lane = engine.lane(Direction.DEVICE_TO_HOST)
@@ -105,11 +113,9 @@ class GradientFlow:
     # -- set-up ---------------------------------------------------------------------------------------
     def attach(self, name: str, parameter: nn.Parameter, layer: LayerState, index: int) -> GradientSlot:
         """Take over a parameter's gradient; the order of calls is the order of the norm."""
-        home = layer.gradients[index]
-        assert home is not None
         offset = layer.layout.slots[index].gradient
         span = Span(layer.gradient_span.ptr + offset, layer.layout.slots[index].spec.nbytes)
-        slot = GradientSlot(name, parameter, layer, index, home, span)
+        slot = GradientSlot(name, parameter, layer, index, layer.gradient_home(index), span)
         self.slots.append(slot)
         self._homes.setdefault(layer, _LayerHome(layer.gradient_span)).slots.append(slot)
 
@@ -129,6 +135,26 @@ class GradientFlow:
         self._handles.append(parameter.register_hook(before))
         self._handles.append(parameter.register_post_accumulate_grad_hook(after))
         return slot
+
+    def move_home(self, layer: LayerState) -> None:
+        """A layer's gradients belong somewhere else from now on; those that are there come along."""
+        home = self._homes.get(layer)
+        if home is None:
+            return
+        if home.bracket is not None:
+            home.bracket.end()
+            home.bracket = None
+        home.on_device = layer.residence is not None
+        home.span = layer.gradient_span if layer.residence is None else layer.residence.gradient_span
+        for slot in home.slots:
+            old, slot.home = slot.home, layer.gradient_home(slot.index)
+            slot.span = Span(home.span.ptr + layer.layout.slots[slot.index].gradient, slot.span.nbytes)
+            if slot.parameter.grad is old:
+                unchanged = slot.version == old._version
+                with torch.no_grad(), self._writes_home(slot, "move of"):
+                    slot.home.copy_(old)
+                slot.parameter.grad = slot.home
+                slot.version = slot.home._version if unchanged else -1
 
     def use_ring(self, ring: StagingRing | None) -> None:
         """Exchange the ring; gradients under way have come home."""
@@ -160,6 +186,7 @@ class GradientFlow:
         parameter.grad = slot.home
         slot.version = slot.home._version
         home.fresh = True
+        self._arrived(slot)
         if len(slot.parameter._post_accumulate_grad_hooks) > 1:
             self.finish()  # somebody else's hook may read it next
         else:
@@ -173,13 +200,18 @@ class GradientFlow:
             return
         if slot.leaving is not None:  # this very backward has sent it away a moment ago
             stream.wait(slot.leaving)
-        with self._driver.launch(stream, reads=[self._device_span(slot.span)], label=f"add to {slot.name}"):
+        reads = [self._home_span(slot)]
+        with self._driver.launch(stream, reads=reads, label=f"add to {slot.name}"):
             gradient.add_(partial)
 
     def _send(self, slot: GradientSlot, home: _LayerHome, gradient: torch.Tensor, stream: Stream) -> None:
         if home.bracket is not None:
             home.bracket.end()
             home.bracket = None
+        if home.on_device:
+            with self._writes_home(slot, "gradient of"):
+                slot.home.copy_(gradient)
+            return
         assert self._ring is not None
         flat = _in_memory_order(gradient, slot)
         itemsize = flat.element_size()
@@ -215,15 +247,14 @@ class GradientFlow:
     def finish(self) -> None:
         """Let the compute stream's later work, a user's reads among it, wait for the gradients' arrival."""
         self._graph_task = -1
-        if self._last is None:
-            return
         stream = self._stream()
-        stream.wait(self._last)
-        self._last = None
+        if self._last is not None:
+            stream.wait(self._last)
+            self._last = None
         for layer, home in self._homes.items():
             if home.fresh:
                 home.fresh = False
-                spans = [self._device_span(home.span)]
+                spans = [home.span if home.on_device else self._device_span(home.span)]
                 home.bracket = self._driver.launch(
                     stream, reads=spans, writes=spans, label=f"gradients of {layer.name} after backward"
                 )
@@ -269,10 +300,15 @@ class GradientFlow:
         if home.bracket is not None:
             slot.home.copy_(gradient)
             return
-        with self._driver.launch(
-            self._stream(), writes=[self._device_span(slot.span)], label=f"the user's gradient of {slot.name}"
-        ):
+        with self._writes_home(slot, "the user's gradient of"):
             slot.home.copy_(gradient)
+
+    def _writes_home(self, slot: GradientSlot, what: str) -> Bracket:
+        return self._driver.launch(self._stream(), writes=[self._home_span(slot)], label=f"{what} {slot.name}")
+
+    def _home_span(self, slot: GradientSlot) -> Span:
+        """A gradient's home as kernels reach it."""
+        return slot.span if self._homes[slot.layer].on_device else self._device_span(slot.span)
 
     def _device_span(self, span: Span) -> Span:
         pointer = self._driver.host_device_pointer(span.ptr, self._engine.device)

@@ -29,6 +29,16 @@ class Geometry:
     stride: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Residence:
+    """Device memory that is the home of a layer's optimizer state and gradients, as bytes."""
+
+    state_span: Span
+    gradient_span: Span
+    state: torch.Tensor
+    gradient: torch.Tensor
+
+
 class DeviceViews:
     """A layer's weights at one place in the device pool."""
 
@@ -68,6 +78,8 @@ class LayerState:
     ----------
     current : DeviceViews or None
         Where in device memory it was used last.
+    residence : Residence or None
+        Where its optimizer state and gradients are at home in device memory; None while that is host memory.
     host_weights, gradients : list of Tensor
         In the parameters' shapes, over host pages as the device sees them; `gradients` has None for
         parameters that get none.
@@ -88,11 +100,13 @@ class LayerState:
         self.geometry = geometry
         self._offsets = [slot.weight for slot in layout.slots]
         self.current: DeviceViews | None = None
+        self.residence: Residence | None = None
         self._factory = factory
+        self._arena = arena
         self._places: OrderedDict[int, DeviceViews] = OrderedDict()
         self.weight_span = arena.cut(layout.weight_nbytes)
         self.gradient_span = arena.cut(layout.gradient_nbytes)
-        self.state_span = arena.cut(layout.state_nbytes)
+        self.state_span = self._state_slab = arena.cut(layout.state_nbytes)
         self.host_weights = [
             self._mapped(arena, self.weight_span, slot, slot.weight, form)
             for slot, form in zip(layout.slots, geometry, strict=True)
@@ -135,6 +149,31 @@ class LayerState:
         if kind == "master" and not slot.spec.master:
             return self.cpu_weight(index)
         return self.cpu("state", getattr(slot, kind), torch.float32, slot.spec.numel)
+
+    def state(self, index: int, kind: str) -> torch.Tensor:
+        """Flat fp32 state of a parameter where it is at home; kinds as for `cpu_state`."""
+        slot = self.layout.slots[index]
+        if self.residence is None or (kind == "master" and not slot.spec.master):
+            return self.cpu_state(index, kind)
+        start = getattr(slot, kind)
+        return self.residence.state[start : start + slot.spec.numel * 4].view(torch.float32)
+
+    def move_state(self, span: Span) -> Span:
+        """Host memory that holds the optimizer state from now on; returns what held it before, in full."""
+        old, self._state_slab = self._state_slab, span
+        self.state_span = Span(span.ptr, self.layout.state_nbytes)
+        self._cpu["state"] = self._factory.host(self._arena, self.state_span)
+        return old
+
+    def gradient_home(self, index: int) -> torch.Tensor:
+        """Where a parameter's gradient belongs, in the parameter's shape."""
+        slot, form = self.layout.slots[index], self.geometry[index]
+        if self.residence is not None:
+            with torch.inference_mode(False):
+                return shaped(self.residence.gradient, slot.gradient, form.dtype, form.shape, form.stride)
+        home = self.gradients[index]
+        assert home is not None
+        return home
 
     def in_shape(self, index: int, flat: torch.Tensor) -> torch.Tensor:
         """A flat tensor of a parameter's elements, in the parameter's shape."""

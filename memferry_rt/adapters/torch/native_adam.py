@@ -8,9 +8,10 @@ import warnings
 import torch
 
 from ...native import AdamKernel, AdamSettings, load_adam
+from ...native.adam import VECTOR
 from .torch_adam import Batch, update_batch
 
-ELEMENTS = 4096
+ELEMENTS = 4096 + 7  # whole vectors, and a tail that PyTorch rounds differently
 STEPS = 3
 _TRIED = (
     AdamSettings(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, maximize=False),
@@ -30,7 +31,9 @@ def trusted_kernel() -> AdamKernel | None:
             stacklevel=2,
         )
         return None
-    if not all(agrees(kernel, settings, dtype) for settings in _TRIED for dtype in ("float32", "bfloat16")):
+    if not all(
+        agrees(kernel, settings, dtype) for settings in _TRIED for dtype in ("float32", "bfloat16", "float16")
+    ):
         warnings.warn(
             f"the native update kernel ({kernel.variant}) and PyTorch {torch.__version__} differ in the last bit: "
             "updates run as torch operations, and take about twice as long",
@@ -47,9 +50,8 @@ def agrees(kernel: AdamKernel, settings: AdamSettings, dtype: str, *, elements: 
     Parameters
     ----------
     dtype : str
-        Of gradients, ``"float32"`` or ``"bfloat16"``; with bfloat16 the rounded weights are compared too.
-    elements : int
-        A multiple of 64.
+        Of gradients, ``"float32"``, ``"bfloat16"`` or ``"float16"``; with a half the rounded weights are compared
+        too.
     """
     generator = torch.Generator().manual_seed(elements)
     wide = torch.device("cpu")
@@ -57,9 +59,12 @@ def agrees(kernel: AdamKernel, settings: AdamSettings, dtype: str, *, elements: 
     state = [master, torch.zeros_like(master), torch.zeros_like(master)]
     mine = [tensor.clone() for tensor in state]
     half: torch.dtype = getattr(torch, dtype)
-    weights = [torch.zeros(elements, dtype=torch.bfloat16, device=wide) for _ in range(2)]
+    weight_dtype = torch.bfloat16 if half is torch.float32 else half
+    weights = [torch.zeros(elements, dtype=weight_dtype, device=wide) for _ in range(2)]
     for step in range(1, STEPS + 1):
-        exponent = torch.randint(-38, 8, (elements,), generator=generator, device=wide)
+        exponent = torch.randint(
+            -38, 8 if half is not torch.float16 else 4, (elements,), generator=generator, device=wide
+        )
         noise = torch.randn(elements, generator=generator, device=wide, dtype=torch.float32)
         gradient = (noise * 10.0**exponent).to(half)
         batch = Batch(0)
@@ -69,7 +74,7 @@ def agrees(kernel: AdamKernel, settings: AdamSettings, dtype: str, *, elements: 
             exp_avg=state[1],
             exp_avg_sq=state[2],
             gradient=gradient,
-            weight=weights[0] if dtype == "bfloat16" else None,
+            weight=None if dtype == "float32" else weights[0],
         )
         update_batch(batch, settings, [torch.tensor(float(step), dtype=torch.float32, device=wide)], 0.7)
         kernel.update(
@@ -79,8 +84,10 @@ def agrees(kernel: AdamKernel, settings: AdamSettings, dtype: str, *, elements: 
             gradient_dtype=dtype,
             exp_avg=mine[1].data_ptr(),
             exp_avg_sq=mine[2].data_ptr(),
-            weight=weights[1].data_ptr() if dtype == "bfloat16" else 0,
+            weight=0 if dtype == "float32" else weights[1].data_ptr(),
+            weight_dtype=str(weight_dtype).removeprefix("torch."),
             count=elements,
+            tail=elements % VECTOR,
         )
     pairs = [*zip(state, mine, strict=True), (weights[0], weights[1])]
     return all(torch.equal(_bits(one), _bits(other)) for one, other in pairs)

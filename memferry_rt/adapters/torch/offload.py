@@ -12,15 +12,19 @@ from torch.optim import Optimizer
 
 from memferry_allocator import Driver, EmulatedOptions, InvalidRequestError, format_size, open_device
 
+from ...device_update import open_device_update
 from ...errors import BudgetError, OffloadError, UnsupportedError
 from ...layout import LayerLayout
 from ...options import OffloadOptions
-from .budget import Budget, plan_budget
+from .budget import Budget, UpdateRoom, plan_budget
 from .convert import Materialiser, ParameterInit, plan_layouts
 from .cut import Cut, cut_layers, find_owners
+from .early import host_nbytes, spares_within
+from .native_adam import trusted_kernel
 from .optimizer import check_optimizer
 from .runtime import Runtime
 from .tensors import DTYPES
+from .update import room_for_updates
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741 - the usual letter
@@ -40,6 +44,8 @@ def offload(
     layers: Sequence[str] | None = None,
     pool_memory: str | int | None = None,
     async_step: bool = False,
+    optimizer_split: str | float = "auto",
+    spare_slabs: str | int = "auto",
     param_init_fn: ParameterInit | None = None,
     emulated: EmulatedOptions | None = None,
 ) -> tuple[M, O]:
@@ -78,6 +84,14 @@ def offload(
     async_step : bool
         Let ``optimizer.step()`` return before the update is complete; a forward waits for each layer as it
         comes to it.  Faster; before reading parameters in any other way, call `synchronize`.
+    optimizer_split : str or float
+        Who updates.  ``"cpu"``: the CPU alone.  A number from 0 to 1: the device's share of the parameters, as far
+        as `device_memory` has room for it; layers whose state can live there first, then layers whose state is
+        streamed through it.  ``"auto"``: what has room lives there, and the rest is shared by measured speed.  It
+        never changes the result.
+    spare_slabs : str or int
+        For how many layers host memory is taken twice, so that their update can be made during backward, while
+        clipping does not bite.  ``"auto"``: as many as `host_memory` has room for, and none without it.
     param_init_fn : callable, optional
         Initialises the parameters that a module itself owns, for models on ``meta``; by default
         ``module.reset_parameters()``.
@@ -109,6 +123,8 @@ def offload(
         layers=layers,
         pool_memory=pool_memory,
         async_step=async_step,
+        optimizer_split=optimizer_split,
+        spare_slabs=spare_slabs,
         emulated=emulated,
     )
     dtype = _compute_dtype(options.compute_dtype)
@@ -118,9 +134,18 @@ def offload(
     updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     cuts = cut_layers(model, options.layers)
     layouts, geometries = plan_layouts(cuts, updated, dtype)
-    budget = _plan(model, cuts, layouts, options, driver, ordinal)
+    split = options.optimizer_split
+    update = None if split in ("cpu", 0.0) else open_device_update(driver, ordinal, trusted_kernel())
+    share = split if isinstance(split, float) else None
+    room = None if update is None else room_for_updates(layouts, share)
+    spares = options.spare_slabs
+    if spares is None:
+        spares = spares_within(layouts, options.host_memory)
+    budget = _plan(model, cuts, layouts, options, driver, ordinal, room, spares)
     materialiser = Materialiser(model, param_init_fn)
-    runtime = Runtime(model, optimizer, options, driver, ordinal, cuts, layouts, geometries, budget, materialiser)
+    runtime = Runtime(
+        model, optimizer, options, driver, ordinal, cuts, layouts, geometries, budget, materialiser, update, spares
+    )
     budget.begin()
     model.__dict__[_ATTRIBUTE] = runtime
     return model, optimizer
@@ -192,8 +217,10 @@ def _plan(
     options: OffloadOptions,
     driver: Driver,
     ordinal: int,
+    room: UpdateRoom | None,
+    spares: int,
 ) -> Budget:
-    host = sum(layout.host_nbytes for layout in layouts)
+    host = host_nbytes(layouts, spares)
     if options.host_memory is not None and host > options.host_memory:
         raise BudgetError(
             "host_memory", options.host_memory, host, "weights, gradients and optimizer state take more"
@@ -211,6 +238,7 @@ def _plan(
         _used_together(model, cuts),
         pool=options.pool_memory,
         device=ordinal if cuda else None,
+        room=room,
     )
 
 

@@ -21,6 +21,7 @@ from ...native import AdamSettings
 from .groups import GroupMembers, why_no_group
 from .layer import LayerState
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_KEYS = frozenset({"step", "exp_avg", "exp_avg_sq"})
 
 
@@ -160,6 +161,23 @@ class OptimizerPatch:
         """A parameter's live step number."""
         return self._steps[parameter]
 
+    def next_count(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The step number that `count` will give, without advancing it."""
+        return self._steps[parameter] + 1
+
+    def moment(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
+        """A parameter's tensor in ``optimizer.state``."""
+        tensor: torch.Tensor = self.optimizer.state[parameter][key]
+        return tensor
+
+    def repoint(self, layer: LayerState) -> None:
+        """A layer's state has moved: the tensors in ``optimizer.state`` stay, and show its new home."""
+        for index, parameter in enumerate(layer.parameters):
+            if parameter in self._steps:
+                state = self.optimizer.state[parameter]
+                for key in MOMENTS:
+                    state[key].data = layer.in_shape(index, layer.state(index, key))
+
     def tell(self, *, grad_norm: float | None, skipped_steps: int) -> None:
         """Let the user read what the last step found, on the optimizer itself."""
         self.optimizer.grad_norm = grad_norm  # type: ignore[attr-defined]
@@ -177,7 +195,7 @@ class OptimizerPatch:
             if float(step) == 0:
                 del self.optimizer.state[parameter]
                 continue
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in MOMENTS:
                 state[key] = state[key].to(parameter.dtype)
         self._hook.remove()
 
@@ -191,7 +209,7 @@ class OptimizerPatch:
 
     def _adopt(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
         layer, index = self._home[parameter]
-        views = {key: layer.in_shape(index, layer.cpu_state(index, key)) for key in ("exp_avg", "exp_avg_sq")}
+        views = {key: layer.in_shape(index, layer.state(index, key)) for key in MOMENTS}
         for key, view in views.items():
             if key in state:
                 view.copy_(state[key])

@@ -3,70 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memferry_allocator import (
-    Direction,
-    Driver,
-    HostArena,
-    Mode,
-    Place,
-    ShadowSpace,
-    Stream,
-)
-from memferry_transport import TransferEngine
+from memferry_allocator import Direction, Driver, HostArena, Stream
 
-from ...cache import LayerCache
+from ...device_update import DeviceUpdate
 from ...errors import OffloadError, UnsupportedError
 from ...layout import LayerLayout
-from ...native import AdamSettings
 from ...options import OffloadOptions
-from ...staging import StagingRing
-from ...trace import AccessTrace
+from ...stalls import StallMeter
 from ...updates import UpdateQueue
 from .budget import Budget
 from .convert import Materialiser, move_in
 from .cut import Cut, find_owners
+from .early import EarlyUpdates, cut_spares, host_nbytes
 from .forward import ForwardScopes, scope_of
 from .gradients import GradientFlow, GradientSlot
 from .guards import ModelGuards
 from .layer import DeviceViews, Geometry, LayerState, ViewKey
+from .memory import DeviceMemory
 from .native_adam import trusted_kernel
-from .optimizer import AmpScaling, OptimizerPatch
+from .optimizer import OptimizerPatch
+from .report import Report
 from .saved import SavedWeights
 from .slabs import SlabAccess
 from .state import ParameterState
+from .step import StepUpdates, gradient_scale
 from .tensors import TensorFactory
 from .torch_adam import single_threaded
 from .update import LayerUpdate
-
-
-@dataclass(frozen=True)
-class Report:
-    """What is where, in bytes, and what has happened."""
-
-    device: str
-    device_name: str
-    layers: int
-    parameters: int
-    weight_nbytes: int
-    host_nbytes: int
-    device_memory: int
-    pool_nbytes: int
-    ring_nbytes: int
-    device_peak: int
-    host_to_device_nbytes: int
-    device_to_host_nbytes: int
-    steps: int
-    skipped_steps: int
-    grad_norm: float | None
 
 
 class Runtime:
@@ -93,20 +64,23 @@ class Runtime:
         geometries: list[list[Geometry]],
         budget: Budget,
         materialiser: Materialiser,
+        update: DeviceUpdate | None,
+        spares: int,
     ) -> None:
         self.model = model
         self.options = options
         self.driver = driver
         self.device = device
-        self.budget = budget
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.steps = 0
         self._closed = False
+        self._last_used: LayerState | None = None
+        self.stalls = StallMeter(driver, device)
         self.factory = TensorFactory(driver, device)
         self._streams: dict[int, Stream] = {}
         self._own_stream = driver.create_stream(device) if self.factory.emulated else None
-        self.arena = HostArena(driver, sum(layout.host_nbytes for layout in layouts))
+        self.arena = HostArena(driver, host_nbytes(layouts, spares))
         self.layers = move_in(cuts, layouts, geometries, self.arena, self.factory, materialiser)
         materialiser.materialise_buffers()
         self._home = {
@@ -116,43 +90,59 @@ class Runtime:
             for key, buffer in owner._buffers.items():
                 if buffer is not None:
                     owner._buffers[key] = buffer.to(self.factory.torch_device)
-        self._build_memory()
+        threads = torch.get_num_threads()
+        self._kernel = trusted_kernel()
+        self.updates = UpdateQueue(
+            start=single_threaded,
+            native=self._kernel is not None,
+            feeder=(update is not None or spares > 0) and not self.factory.emulated,
+        )
+        torch.set_num_threads(threads)
+        self.memory = DeviceMemory(
+            driver,
+            device,
+            self.layers,
+            budget,
+            self.factory,
+            stream=self.stream,
+            ready=self.updates.poll,
+            moved=self._state_moved,
+            update=update,
+        )
         self._build_training(model, optimizer)
+        self._build_updates(update)
+        if self._kernel is not None and spares:
+            self.step_updates.early = EarlyUpdates(
+                driver,
+                self.step_updates.plans,
+                self.patch,
+                self.updates,
+                self._kernel,
+                self.gradients.slots,
+                cut_spares(self.arena, layouts, spares),
+            )
+        self.memory.open()
+        self.gradients.use_ring(self.memory.ring)
 
     # -- set-up -----------------------------------------------------------------------------------------
-    def _build_memory(self) -> None:
-        driver, device = self.driver, self.device
-        self.engine = TransferEngine(driver, device)
-        self.space = ShadowSpace(driver, device, device_budget=self.budget.pool, copier=self.engine)
-        self.weights = self.space.buffer("weights", [layer.weight_span for layer in self.layers])
-        for layer, partition in zip(self.layers, self.weights, strict=True):
-            partition.name = layer.name
-        self.trace = AccessTrace(len(self.layers))
-        threads = torch.get_num_threads()
-        self.updates = UpdateQueue(start=single_threaded)
-        torch.set_num_threads(threads)
-        self.cache = LayerCache(
-            self.weights, self.trace, ready=self.updates.poll, held=lambda layer: self.layers[layer].held()
-        )
-
     def _build_training(self, model: nn.Module, optimizer: Optimizer) -> None:
         names = {parameter: name for name, parameter in model.named_parameters()}
         trainable = [parameter for parameter in names if parameter.requires_grad]
         self.gradients = GradientFlow(
             self.driver,
-            self.engine,
+            self.memory.engine,
             stream=self.stream,
-            settle=self._settle_layer,
+            settle=self._gradients_change,
+            arrived=self._gradient_arrived,
             ring_tensor=self.factory.device,
         )
         for parameter in trainable:
             self.gradients.attach(names[parameter], parameter, *self._home[parameter])
-        self._new_ring()
         self.saved = SavedWeights(self._bring_back)
         self.scopes = ForwardScopes(
             load=self._load,
             unpin=self._unpin,
-            settle=self._settle_layer,
+            settle=self._settle_home,
             changed=self._adopt_weight,
             saved=self.saved,
         )
@@ -166,13 +156,18 @@ class Runtime:
         self.guards.attach_root(model)
         self.patch = OptimizerPatch(optimizer, self._home, step=self.step, settle=self.synchronize)
         self.slabs = SlabAccess(
-            model, self.layers, self._home, self.weights, self.driver, step_of=self.patch.step_of
+            model,
+            self.layers,
+            self._home,
+            self.memory.weights,
+            self.driver,
+            stream=self.stream,
+            step_of=self.patch.step_of,
         )
-        self._build_updates()
 
-    def _build_updates(self) -> None:
-        group_of, kernel = self.patch.group_of(), trusted_kernel()
-        self._updates: dict[LayerState, LayerUpdate] = {}
+    def _build_updates(self, update: DeviceUpdate | None) -> None:
+        group_of = self.patch.group_of()
+        plans: dict[LayerState, LayerUpdate] = {}
         for layer in self.layers:
             groups = {
                 index: group_of[parameter]
@@ -180,11 +175,20 @@ class Runtime:
                 if layer.layout.slots[index].spec.updated
             }
             if groups:
-                self._updates[layer] = LayerUpdate(layer, groups, kernel)
-
-    def _new_ring(self) -> None:
-        self.ring = StagingRing(self.space.pool, self.budget.ring, self.stream()) if self.budget.ring else None
-        self.gradients.use_ring(self.ring)
+                plans[layer] = LayerUpdate(layer, groups, native=self._kernel is not None)
+        split = self.options.optimizer_split
+        self.step_updates = StepUpdates(
+            self.driver,
+            self.layers,
+            plans,
+            self.memory,
+            self.patch,
+            self.updates,
+            self._kernel,
+            update,
+            split=split if isinstance(split, float) else None,
+            stream=self.stream,
+        )
 
     # -- streams ----------------------------------------------------------------------------------------
     def stream(self) -> Stream:
@@ -200,18 +204,25 @@ class Runtime:
     # -- forward and backward ---------------------------------------------------------------------------
     def _load(self, layer: LayerState) -> DeviceViews:
         views = self._use(layer, training=torch.is_grad_enabled())
-        self.cache.pin(layer.index)
+        self.memory.cache.pin(layer.index)
         return views
 
     def _unpin(self, layer: LayerState) -> None:
-        self.cache.unpin(layer.index)
+        self.memory.cache.unpin(layer.index)
 
     def _bring_back(self, layer: LayerState, key: ViewKey) -> torch.Tensor:
         return self._use(layer, training=True).saved(key)
 
     def _use(self, layer: LayerState, *, training: bool) -> DeviceViews:
+        stream = self.stream()
+        begin = self.stalls.mark(stream) if training and layer is not self._last_used else None
+        blocked = time.perf_counter()
         self._settle_layer(layer)
-        ptr = self.cache.use(layer.index, self.stream(), training=training)
+        blocked = time.perf_counter() - blocked
+        ptr = self.memory.cache.use(layer.index, stream, training=training)
+        if begin is not None:
+            self._last_used = layer
+            self.stalls.stalled(begin, stream, math.inf if self.step_updates.first_use(layer) else blocked)
         views = layer.current = layer.views_at(ptr)
         self.saved.watch(views.key, layer)
         return views
@@ -224,105 +235,59 @@ class Runtime:
         layers are still being updated; a forward waits for each layer as it comes to it.
         """
         self._require_open()
-        self.synchronize()
+        self.updates.wait_all()
         self.scopes.reset()
         self._check_parameters()
         scaling = self.patch.amp_scaling()
         present = self.gradients.collect(changed_unseen=scaling is not None and scaling.inverse is None)
         self._refuse_unknown_gradients()
         self.gradients.end_use()
-        self.stream().record().synchronize()
-        scale = self._scale(present, scaling)
-        if scale is None:
+        self.stalls.iteration(self.stream())
+        scale = gradient_scale(present, scaling, self.options.max_grad_norm)
+        self.grad_norm = scale.norm
+        if scale.factor is None:
             self.skipped_steps += 1
+            self.step_updates.skip()
         else:
-            self._submit(present, scale)
-        self.trace.end_iteration()
+            self.step_updates.submit(present, scale.factor)
+        self.memory.trace.end_iteration()
+        self.stalls.submitted(self.stream())
+        self._last_used = None
         self.steps += 1
         self.patch.tell(grad_norm=self.grad_norm, skipped_steps=self.skipped_steps)
         if not self.options.async_step:
             self._finish_updates()
         self._adapt_pool()
 
-    def _scale(self, present: list[GradientSlot], scaling: AmpScaling | None) -> float | None:
-        """The factor that unscales the gradients and clips them; None if the step must be skipped."""
-        norms = [slot.norm for slot in present if slot.norm is not None]
-        total = 0.0
-        for norm in torch.stack(norms).tolist() if norms else ():
-            total += norm * norm
-        unscale = 1.0 if scaling is None or scaling.inverse is None else scaling.inverse
-        self.grad_norm = math.sqrt(total) * unscale if total >= 0 else math.nan
-        if not math.isfinite(self.grad_norm) or (scaling is not None and not scaling.finite):
-            return None
-        if self.options.max_grad_norm is None:
-            return unscale
-        return unscale * min(1.0, self.options.max_grad_norm / (self.grad_norm + 1e-6))
-
-    def _submit(self, present: list[GradientSlot], scale: float) -> None:
-        """Queue the update of every layer that has gradients, with everything it depends on captured now."""
-        settings = self.patch.settings()
-        indices: dict[LayerState, set[int]] = {}
-        for slot in present:
-            if slot.layer.layout.slots[slot.index].spec.updated:
-                indices.setdefault(slot.layer, set()).add(slot.index)
-        updated = [layer for layer in self.layers if layer in indices]
-        self._release_weights(updated)
-        for layer in updated:
-            steps = {index: self.patch.count(layer.parameters[index]) for index in indices[layer]}
-            layer.touch(indices[layer])
-            self._submit_layer(layer, indices[layer], settings, steps, scale)
-
-    def _submit_layer(
-        self,
-        layer: LayerState,
-        indices: set[int],
-        settings: list[AdamSettings],
-        steps: dict[int, torch.Tensor],
-        scale: float,
-    ) -> None:
-        weights = self.weights[layer.index].acquire(Place.HOST, Mode.READ_WRITE)
-        try:
-            state = self.driver.host_access(
-                reads=[layer.gradient_span],
-                writes=[layer.state_span] if layer.state_span.nbytes else [],
-                label=f"update of {layer.name}",
-            )
-        except BaseException:
-            weights.release()
-            raise
-
-        def end() -> None:
-            state.end()
-            weights.release()
-
-        pieces = self._updates[layer].pieces(indices, settings, steps, scale)
-        self.updates.submit(layer.index, pieces, end)
-
-    def _release_weights(self, layers: list[LayerState]) -> None:
-        """Give up the device copies of layers whose weights are about to change."""
-        if any(layer.held() for layer in layers):
-            gc.collect()  # a traceback or a cycle may be all that holds them
-        for layer in layers:
-            if layer.held():
-                raise OffloadError(
-                    f"a tensor still aliases the device copy of layer {layer.name!r}, whose weights are "
-                    "about to change; delete it, or clone() what you keep of a weight"
-                )
-        for layer in layers:
-            self.cache.evict(layer.index)
-
     def _finish_updates(self) -> None:
         """Wait for the updates in forward order, and start loading each layer as soon as it is new."""
         for layer in self.layers:
-            self.updates.wait(layer.index)
-            self.cache.load_early(layer.index)
+            self._settle_home(layer)
+            self.memory.cache.load_early(layer.index)
 
     def _settle_layer(self, layer: LayerState) -> None:
+        """Block until a layer's update is made or, on the device, enqueued: its weights may then be acquired."""
         self.updates.wait(layer.index)
+
+    def _gradients_change(self, layer: LayerState) -> None:
+        self.updates.wait(layer.index)
+        if self.step_updates.early is not None:
+            self.step_updates.early.changing(layer)
+
+    def _gradient_arrived(self, slot: GradientSlot) -> None:
+        if self.step_updates.early is not None:
+            self.step_updates.early.arrived(slot)
+
+    def _settle_home(self, layer: LayerState) -> None:
+        """Block until a layer's update is over and its host pages hold the newest weights."""
+        self.updates.wait(layer.index)
+        self.memory.bring_home(layer)
 
     def synchronize(self) -> None:
         """Block until every update under way is done: parameters, gradients and state may then be read."""
         self.updates.wait_all()
+        for layer in self.layers:
+            self.memory.bring_home(layer)
 
     @contextlib.contextmanager
     def state_at_home(self, *, write: bool = False) -> Iterator[list[ParameterState]]:
@@ -342,7 +307,8 @@ class Runtime:
         self._check_parameters()
         if write:
             self.stream().synchronize()
-            self._release_weights(self.layers)
+            self.step_updates.forget_early()
+            self.step_updates.release_weights(self.layers)
         with self.slabs.open(write=write) as states:
             yield states
 
@@ -360,16 +326,16 @@ class Runtime:
     @torch.no_grad()
     def _adopt_weight(self, layer: LayerState, index: int) -> None:
         """A parameter was written to in place: the host pages have the new weight, other copies get it."""
-        self._settle_layer(layer)
+        self._settle_home(layer)
         self.stream().synchronize()
         layer.parameter_versions[index] = layer.parameters[index]._version
-        if not self.cache.is_pinned(layer.index):
-            self.cache.evict(layer.index)
+        if not self.memory.cache.is_pinned(layer.index):
+            self.memory.cache.evict(layer.index)
         elif layer.current is not None:
             layer.current.parameters[index].copy_(layer.host_weights[index])
         spec = layer.layout.slots[index].spec
         if spec.updated and spec.master:
-            layer.cpu_state(index, "master").copy_(layer.cpu_weight(index))
+            layer.state(index, "master").copy_(layer.cpu_weight(index))
 
     def _refuse_unknown_gradients(self) -> None:
         for parameter, (layer, index) in self._home.items():
@@ -385,7 +351,7 @@ class Runtime:
         """After the first step it is known what torch needs: the pool gets the rest of the budget."""
         if self.steps != 1:
             return
-        larger = self.budget.after_first_step()
+        larger = self.memory.budget.after_first_step()
         if larger is None:
             return
         self.synchronize()
@@ -393,41 +359,44 @@ class Runtime:
             return
         self.driver.synchronize(self.device)
         self._drop_device_copies()
-        self.budget = larger
-        self.space.resize(larger.pool)
-        self.budget.apply()
-        self._new_ring()
-        for layer in self.layers:
-            if not self.cache.load_early(layer.index):
-                break
+        self.memory.resize(larger)
+        self.gradients.use_ring(self.memory.ring)
 
     def _drop_device_copies(self) -> None:
-        for layer in self.layers:
-            self.cache.evict(layer.index)
-            layer.forget_places()
         self.saved.forget()
         self.gradients.use_ring(None)
-        if self.ring is not None:
-            self.ring.close(self.stream())
-            self.ring = None
+        self.memory.drop()
+
+    def _state_moved(self, layer: LayerState) -> None:
+        self.gradients.move_home(layer)
+        self.patch.repoint(layer)
 
     # -- end --------------------------------------------------------------------------------------------
     def report(self) -> Report:
         """What is where now."""
-        moved = self.engine.bytes_moved
+        memory, updates = self.memory, self.step_updates
+        moved = memory.bytes_moved
         return Report(
             device=f"{self.driver.name}:{self.device}",
             device_name=self.driver.device_info(self.device).name,
             layers=len(self.layers),
             parameters=sum(parameter.numel() for parameter in self._home),
-            weight_nbytes=self.weights.nbytes,
+            weight_nbytes=memory.weights.nbytes,
             host_nbytes=self.arena.nbytes,
             device_memory=self.options.device_memory,
-            pool_nbytes=self.budget.pool,
-            ring_nbytes=self.budget.ring,
-            device_peak=self.budget.peak(self.space.pool.peak),
+            pool_nbytes=memory.budget.pool,
+            ring_nbytes=memory.budget.ring,
+            stream_nbytes=memory.budget.stream,
+            device_peak=memory.budget.peak(memory.space.pool.peak),
             host_to_device_nbytes=moved[Direction.HOST_TO_DEVICE],
             device_to_host_nbytes=moved[Direction.DEVICE_TO_HOST],
+            updated_parameters=updates.numel(updates.updated),
+            resident_parameters=updates.numel(layer for layer in updates.updated if layer.residence is not None),
+            streamed_parameters=updates.numel(updates.streamed),
+            early_parameters=updates.numel(updates.made_early),
+            update_rates=updates.rates,
+            times=self.stalls.last,
+            dram_nbytes=updates.cpu_nbytes + sum(moved.values()),
             steps=self.steps,
             skipped_steps=self.skipped_steps,
             grad_norm=self.grad_norm,
@@ -435,15 +404,16 @@ class Runtime:
 
     def smallest_device_memory(self, torch_nbytes: int) -> int:
         """The smallest `device_memory` in bytes that would leave torch `torch_nbytes` bytes from the start."""
-        return self.budget.smallest_for(torch_nbytes)
+        return self.memory.budget.smallest_for(torch_nbytes)
 
     @torch.no_grad()
     def master_parameters(self) -> dict[str, torch.Tensor]:
-        """The fp32 value of every parameter that is updated, by name: CPU views of the runtime's own state."""
+        """The fp32 value of every parameter that is updated, by name, on the CPU: views of the
+        runtime's own state, or copies where it lives on the device."""
         self.synchronize()
         self._check_parameters()
         return {
-            layer.layout.slots[index].spec.name: layer.in_shape(index, layer.cpu_state(index, "master"))
+            layer.layout.slots[index].spec.name: layer.in_shape(index, layer.state(index, "master").cpu())
             for layer in self.layers
             for index in range(len(layer.parameters))
             if layer.layout.slots[index].spec.updated
@@ -466,19 +436,20 @@ class Runtime:
             if self._own_stream is not None:
                 last_to_first.callback(self._own_stream.close)
             last_to_first.callback(self.arena.close)
-            last_to_first.callback(self.budget.release)
-            last_to_first.callback(self.engine.close)
-            last_to_first.callback(self.space.close)
-            last_to_first.callback(self._drop_device_copies)
+            last_to_first.callback(self.memory.budget.release)
+            last_to_first.callback(self.memory.engine.close)
+            last_to_first.callback(self.memory.space.close)
             last_to_first.callback(self.patch.restore)
             last_to_first.callback(self._hand_back)
+            last_to_first.callback(self._drop_device_copies)
             last_to_first.callback(self.guards.detach)
             last_to_first.callback(self.gradients.detach)
             last_to_first.callback(self.stream().synchronize)
             last_to_first.callback(self.gradients.end_use)
             last_to_first.callback(self.scopes.detach)
             last_to_first.callback(self.updates.close)
-            last_to_first.callback(self.updates.wait_all)
+            last_to_first.callback(self.step_updates.skip)
+            last_to_first.callback(self.synchronize)
 
     @torch.no_grad()
     def _hand_back(self) -> None:

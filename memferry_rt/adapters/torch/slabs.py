@@ -1,4 +1,4 @@
-"""Training state in a runtime's slabs, opened for whoever saves or loads it."""
+"""Training state in a runtime's slabs, on either side, opened for whoever saves or loads it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from memferry_allocator import Driver, Mode, Place, ShadowBuffer
+from memferry_allocator import Driver, Mode, Place, ShadowBuffer, Stream
 
 from .layer import LayerState
 from .state import MOMENTS, Moments, ParameterState, plain_name
 
 
 class SlabAccess:
-    """Opens all training state at home in host memory.
+    """Opens all training state where it is at home.
 
     Parameters
     ----------
@@ -25,6 +25,8 @@ class SlabAccess:
     weights : ShadowBuffer
         One partition for every layer.
     driver : Driver
+    stream : callable
+        The stream on which the calling thread's kernels run.
     step_of : callable
         A parameter's live step number.
     """
@@ -37,6 +39,7 @@ class SlabAccess:
         weights: ShadowBuffer,
         driver: Driver,
         *,
+        stream: Callable[[], Stream],
         step_of: Callable[[nn.Parameter], torch.Tensor],
     ) -> None:
         self._model = model
@@ -44,11 +47,14 @@ class SlabAccess:
         self._home = home
         self._weights = weights
         self._driver = driver
+        self._stream = stream
         self._step_of = step_of
 
     @contextlib.contextmanager
     def open(self, *, write: bool) -> Iterator[list[ParameterState]]:
-        """All state as live CPU tensors, in the order of ``model.named_parameters()``.
+        """All state as live tensors, in the order of ``model.named_parameters()``.
+
+        Optimizer state that is resident is device memory, in the order of the calling thread's stream.
 
         No update may be under way, and with `write` no layer may have a device copy in use.
         """
@@ -65,12 +71,16 @@ class SlabAccess:
     def _acquire(self, layer: LayerState, views: contextlib.ExitStack, *, write: bool) -> None:
         view = self._weights[layer.index].acquire(Place.HOST, Mode.READ_WRITE if write else Mode.READ)
         views.callback(view.release)
-        if layer.state_span.nbytes:
+        label = f"state of {layer.name}"
+        if layer.residence is not None:
+            spans = [layer.residence.state_span]
+            state = self._driver.launch(self._stream(), reads=spans, writes=spans if write else [], label=label)
+        elif layer.state_span.nbytes:
             spans = [layer.state_span]
-            state = self._driver.host_access(
-                reads=spans, writes=spans if write else [], label=f"state of {layer.name}"
-            )
-            views.callback(state.end)
+            state = self._driver.host_access(reads=spans, writes=spans if write else [], label=label)
+        else:
+            return
+        views.callback(state.end)
 
     def _state_of(self, name: str, parameter: nn.Parameter) -> ParameterState:
         layer, index = self._home[parameter]
@@ -78,8 +88,8 @@ class SlabAccess:
         weight = layer.in_shape(index, layer.cpu_weight(index))
         if not spec.updated:
             return ParameterState(plain_name(name), parameter, weight, None, None)
-        master = layer.in_shape(index, layer.cpu_state(index, "master")) if spec.master else None
-        moments = {key: layer.in_shape(index, layer.cpu_state(index, key)) for key in MOMENTS}
+        master = layer.in_shape(index, layer.state(index, "master")) if spec.master else None
+        moments = {key: layer.in_shape(index, layer.state(index, key)) for key in MOMENTS}
         state = SlabState(self._step_of(parameter), moments)
         return ParameterState(plain_name(name), parameter, weight, master, state)
 

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from ...native import AdamKernel, AdamSettings
+from ...device_update import DeviceUpdate, part_of
+from ...layout import LayerLayout
+from ...native import AdamKernel, AdamOperands, AdamSettings
+from ...native.adam import VECTOR
+from ...split import spread
+from ...streaming import UNIT
+from .budget import LARGEST_STREAM, SMALLEST_STREAM, WORTHWHILE_STREAM, UpdateRoom
 from .layer import LayerState
 from .torch_adam import CHUNK, Batch, update_batch
 
 NATIVE_CHUNK = 1 << 20  # elements a call of the native kernel: a millisecond or less, and few calls
-VECTOR = 64  # elements; a multiple of every vector width, so that a cut here leaves vector and tail alone
-
-
-@dataclass(frozen=True)
-class _NativePiece:
-    """Addresses of one call of the native kernel."""
-
-    index: int
-    parameter: int
-    gradient: int
-    gradient_dtype: str
-    exp_avg: int
-    exp_avg_sq: int
-    weight: int
-    count: int
 
 
 class LayerUpdate:
@@ -37,28 +28,39 @@ class LayerUpdate:
     layer : LayerState
     groups : mapping of index to int
         The parameter group of each parameter that the optimizer updates, by index in the layer.
-    kernel : AdamKernel or None
-        The native kernel; without one, torch operations of the same arithmetic.
+    native : bool
+        It is made by native kernels; otherwise by torch operations of the same arithmetic.
+
+    Attributes
+    ----------
+    numel : int
+        Elements it updates.
     """
 
-    def __init__(self, layer: LayerState, groups: Mapping[int, int], kernel: AdamKernel | None) -> None:
+    def __init__(self, layer: LayerState, groups: Mapping[int, int], *, native: bool) -> None:
         self._layer = layer
-        self._kernel = kernel
         self._groups = groups
-        self._native: list[_NativePiece] = []
+        self._operands: dict[int, AdamOperands] = {}
+        self._state_at = 0
         self._batches: list[Batch] = []
         for index in sorted(groups, key=lambda index: (groups[index], index)):
-            done = self._cut_native(index) if kernel is not None else 0
-            self._cut_batches(index, done)
+            if not native:
+                self._cut_batches(index)
+        self.numel = sum(self._numel(index) for index in groups)
 
-    def pieces(
+    @property
+    def indices(self) -> Iterable[int]:
+        """The parameters that it updates."""
+        return self._groups.keys()
+
+    def batches(
         self,
         present: set[int],
         settings: Sequence[AdamSettings],
         steps: Mapping[int, torch.Tensor],
         scale: float,
     ) -> list[Callable[[], None]]:
-        """The update of the parameters in `present`, in place, as calls that touch disjoint memory.
+        """The update of the parameters in `present` by torch, in place, as calls that touch disjoint memory.
 
         Parameters
         ----------
@@ -71,53 +73,54 @@ class LayerUpdate:
         scale : float
             Multiplied into every gradient.
         """
-        pieces: list[Callable[[], None]] = []
-        if self._kernel is not None:
-            prepared = {
-                index: self._kernel.prepare(settings[self._groups[index]], float(steps[index]), scale)
-                for index in present
-            }
-            pieces += [
-                _native_call(self._kernel, prepared[piece.index], piece)
-                for piece in self._native
-                if piece.index in present
-            ]
+        calls = []
         for batch in self._batches:
             part = batch.only(present)
             if part.parameters:
                 numbers = [steps[index] for index in part.parameters]
-                pieces.append(_torch_call(part, settings[part.group], numbers, scale))
-        return pieces
+                calls.append(_torch_call(part, settings[part.group], numbers, scale))
+        return calls
 
-    def _cut_native(self, index: int) -> int:
-        """Native pieces of a parameter, and how many of its elements they cover; the last few are torch's."""
+    def native(
+        self,
+        kernel: AdamKernel | DeviceUpdate,
+        present: set[int],
+        settings: Sequence[AdamSettings],
+        steps: Mapping[int, torch.Tensor],
+        scale: float,
+    ) -> list[tuple[Any, AdamOperands]]:
+        """The same by a native kernel: for each parameter what its calls share, and where it is at home."""
+        if self._state_at != self._layer.state_span.ptr:  # never yet, or it has moved
+            self._state_at = self._layer.state_span.ptr
+            self._operands = {index: self._at_home(index) for index in self._groups if self._numel(index)}
+        return [
+            (kernel.prepare(settings[self._groups[index]], float(steps[index]), scale), operands)
+            for index, operands in self._operands.items()
+            if index in present
+        ]
+
+    def _numel(self, index: int) -> int:
+        return self._layer.layout.slots[index].spec.numel
+
+    def _at_home(self, index: int) -> AdamOperands:
         layer = self._layer
-        spec, dtype = layer.layout.slots[index].spec, layer.geometry[index].dtype
-        if dtype not in (torch.float32, torch.bfloat16):
-            return 0
-        whole = spec.numel // VECTOR * VECTOR
-        parameter, gradient = layer.cpu_state(index, "master"), layer.cpu_gradient(index)
-        exp_avg, exp_avg_sq = layer.cpu_state(index, "exp_avg"), layer.cpu_state(index, "exp_avg_sq")
-        weight = layer.cpu_weight(index) if spec.master else None
-        for start in range(0, whole, NATIVE_CHUNK):
-            self._native.append(
-                _NativePiece(
-                    index=index,
-                    parameter=parameter[start:].data_ptr(),
-                    gradient=gradient[start:].data_ptr(),
-                    gradient_dtype=str(dtype).removeprefix("torch."),
-                    exp_avg=exp_avg[start:].data_ptr(),
-                    exp_avg_sq=exp_avg_sq[start:].data_ptr(),
-                    weight=0 if weight is None else weight[start:].data_ptr(),
-                    count=min(NATIVE_CHUNK, whole - start),
-                )
-            )
-        return whole
+        spec, dtype = layer.layout.slots[index].spec, str(layer.geometry[index].dtype).removeprefix("torch.")
+        return AdamOperands(
+            parameter=layer.cpu_state(index, "master").data_ptr(),
+            gradient=layer.cpu_gradient(index).data_ptr(),
+            gradient_dtype=dtype,
+            exp_avg=layer.cpu_state(index, "exp_avg").data_ptr(),
+            exp_avg_sq=layer.cpu_state(index, "exp_avg_sq").data_ptr(),
+            weight=layer.cpu_weight(index).data_ptr() if spec.master else 0,
+            weight_dtype=dtype if spec.master else "bfloat16",
+            count=spec.numel,
+            tail=spec.numel % VECTOR,
+        )
 
-    def _cut_batches(self, index: int, done: int) -> None:
+    def _cut_batches(self, index: int) -> None:
         layer, group = self._layer, self._groups[index]
         spec = layer.layout.slots[index].spec
-        for start in range(done, spec.numel, CHUNK):
+        for start in range(0, spec.numel, CHUNK):
             part = slice(start, min(start + CHUNK, spec.numel))
             self._batch(group, part.stop - part.start).add(
                 index,
@@ -137,17 +140,33 @@ class LayerUpdate:
         return self._batches[-1]
 
 
-def _native_call(kernel: AdamKernel, prepared: object, piece: _NativePiece) -> Callable[[], None]:
-    return lambda: kernel.update(
-        prepared,
-        parameter=piece.parameter,
-        gradient=piece.gradient,
-        gradient_dtype=piece.gradient_dtype,
-        exp_avg=piece.exp_avg,
-        exp_avg_sq=piece.exp_avg_sq,
-        weight=piece.weight,
-        count=piece.count,
-    )
+def cut_work(work: Sequence[tuple[Any, AdamOperands]]) -> list[tuple[Any, AdamOperands]]:
+    """Native work in calls short enough to be shared between threads."""
+    return [
+        (prepared, part_of(operands, start, min(NATIVE_CHUNK, operands.count - start)))
+        for prepared, operands in work
+        for start in range(0, operands.count, NATIVE_CHUNK)
+    ]
+
+
+def room_for_updates(layouts: Sequence[LayerLayout], share: float | None) -> UpdateRoom:
+    """What the device's part of the update could use of its memory.
+
+    Parameters
+    ----------
+    layouts : sequence of LayerLayout
+    share : float or None
+        Of the parameters that the device is to update, 0 to 1; no more than that is resident.  None for as many as
+        is worth while.
+    """
+    numel = [sum(slot.spec.numel for slot in layout.slots if slot.spec.updated) for layout in layouts]
+    resident = [
+        layout.state_nbytes + layout.gradient_nbytes if take else 0
+        for layout, take in zip(layouts, spread(numel, 1.0 if share is None else share), strict=True)
+    ]
+    streaming = min(LARGEST_STREAM, -(-max(numel, default=0) // UNIT) * SMALLEST_STREAM)
+    least = min(streaming, WORTHWHILE_STREAM if share is None else SMALLEST_STREAM)
+    return UpdateRoom(streaming, least, tuple(resident))
 
 
 def _torch_call(

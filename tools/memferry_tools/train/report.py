@@ -97,12 +97,38 @@ def summary_rows(run: Run, report: Report, recipe: Recipe, target: Target) -> li
         (
             "moved",
             f"{format_size(report.host_to_device_nbytes)} to the device, "
-            f"{format_size(report.device_to_host_nbytes)} back",
+            f"{format_size(report.device_to_host_nbytes)} back; host memory traffic by count "
+            f"{format_size(report.dram_nbytes // max(report.steps, 1))} a step",
         ),
+        ("update", _update_text(report)),
+        ("time", _time_text(report)),
     ]
     if report.skipped_steps:
         rows.append(("skipped", f"{report.skipped_steps} steps: their gradient norm was not finite"))
     return rows
+
+
+def _update_text(report: Report) -> str:
+    """Who updated how much in the last step, and how fast."""
+    rates = report.update_rates
+    elsewhere = report.resident_parameters + report.streamed_parameters + report.early_parameters
+    on_cpu = report.updated_parameters - elsewhere
+    speed = f"CPU {rates.cpu / 1e9:.2f} and streaming {rates.device / 1e9:.2f} Gparam/s"
+    return (
+        f"parameters in the last step: {report.resident_parameters:,} where they live on the device, "
+        f"{report.streamed_parameters:,} streamed through it, {report.early_parameters:,} during backward, "
+        f"{on_cpu:,} on the CPU; {speed}, {'measured' if rates.samples else 'assumed'}"
+    )
+
+
+def _time_text(report: Report) -> str:
+    """What the device did in the last iteration; the parts are the whole."""
+    times = report.times
+    return (
+        f"of the last iteration's {times.total:.4f} s on the device's clock: computing {times.busy:.4f} "
+        f"({times.busy_share:.0%}), waiting for updates {times.update:.4f}, for copies {times.copy:.4f}, "
+        f"in step() {times.step:.4f}"
+    )
 
 
 def comparison_text(comparison: Comparison) -> str:

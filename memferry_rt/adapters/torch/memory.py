@@ -1,0 +1,136 @@
+"""A model's part of the device: the pool, the weights cached in it, and the rings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from memferry_allocator import Direction, Driver, Mode, Place, ShadowSpace, Stream
+from memferry_transport import TransferEngine
+
+from ...cache import LayerCache
+from ...device_update import DeviceUpdate
+from ...staging import StagingRing
+from ...streaming import StateStream
+from ...trace import AccessTrace
+from .budget import Budget
+from .layer import LayerState
+from .residence import Residents
+from .tensors import TensorFactory
+
+
+class DeviceMemory:
+    """What a model keeps on its device, within the budget.
+
+    Parameters
+    ----------
+    driver : Driver
+    device : int
+    layers : sequence of LayerState
+    budget : Budget
+    factory : TensorFactory
+    stream : callable
+        The stream on which the calling thread's kernels run.
+    ready : callable
+        Whether a layer's update is over, without blocking.
+    moved : callable
+        Told of a layer whose optimizer state and gradients have another home now.
+    update : DeviceUpdate or None
+        The kernel that state is streamed through.
+
+    Attributes
+    ----------
+    cache : LayerCache
+        The weights in the pool.
+    ring : StagingRing or None
+        What gradients leave through.
+    streaming : StateStream or None
+        What optimizer state is updated through.
+    residents : Residents
+        Layers whose state lives in the pool.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        device: int,
+        layers: Sequence[LayerState],
+        budget: Budget,
+        factory: TensorFactory,
+        *,
+        stream: Callable[[], Stream],
+        ready: Callable[[int], bool],
+        moved: Callable[[LayerState], None],
+        update: DeviceUpdate | None,
+    ) -> None:
+        self._driver = driver
+        self._device = device
+        self._layers = layers
+        self._stream = stream
+        self._update = update
+        self._measure = not factory.emulated  # whose clock knows nothing of the CPU's work
+        self.budget = budget
+        self.engine = TransferEngine(driver, device)
+        self.space = ShadowSpace(driver, device, device_budget=budget.pool, copier=self.engine)
+        self.weights = self.space.buffer("weights", [layer.weight_span for layer in layers])
+        for layer, partition in zip(layers, self.weights, strict=True):
+            partition.name = layer.name
+        self.trace = AccessTrace(len(layers))
+        self.cache = LayerCache(
+            self.weights, self.trace, ready=ready, held=lambda layer: self._layers[layer].held()
+        )
+        self.residents = Residents(self.engine, factory, moved)
+        self.ring: StagingRing | None = None
+        self.streaming: StateStream | None = None
+        self._streamed = (0, 0)  # bytes in and out through rings that are closed
+
+    def open(self) -> None:
+        """Take the budget's parts of the pool, largest first, and move in what is to live there."""
+        pool, stream = self.space.pool, self._stream()
+        self.residents.move_in((self._layers[layer] for layer in self.budget.resident), pool, stream)
+        if self._update is not None and self.budget.stream:
+            self.streaming = StateStream(
+                self._driver, self._device, self._update, pool, self.budget.stream, measure=self._measure
+            )
+        self.ring = StagingRing(pool, self.budget.ring, stream) if self.budget.ring else None
+
+    @property
+    def bytes_moved(self) -> dict[Direction, int]:
+        """Bytes submitted to the copy engines so far."""
+        moved, streaming = self.engine.bytes_moved, self._streamed
+        if self.streaming is not None:
+            streaming = (streaming[0] + self.streaming.bytes_in, streaming[1] + self.streaming.bytes_out)
+        moved[Direction.HOST_TO_DEVICE] += streaming[0]
+        moved[Direction.DEVICE_TO_HOST] += streaming[1]
+        return moved
+
+    def bring_home(self, layer: LayerState) -> None:
+        """Block until a layer's weights at home are the newest, whoever made them; its update is over."""
+        self.weights[layer.index].acquire(Place.HOST, Mode.READ).release()
+
+    def drop(self) -> None:
+        """Give everything back to the pool, after bringing home what is newer there."""
+        for layer in self._layers:
+            self.cache.evict(layer.index)
+            layer.forget_places()
+        stream = self._stream()
+        self.residents.move_out(self.space.pool, stream)
+        if self.streaming is not None:
+            self._streamed = (
+                self._streamed[0] + self.streaming.bytes_in,
+                self._streamed[1] + self.streaming.bytes_out,
+            )
+            self.streaming.close(stream)
+            self.streaming = None
+        if self.ring is not None:
+            self.ring.close(stream)
+            self.ring = None
+
+    def resize(self, budget: Budget) -> None:
+        """Exchange the budget, after `drop`; what was in device memory comes back as far as there is room."""
+        self.budget = budget
+        self.space.resize(budget.pool)
+        budget.apply()
+        self.open()
+        for layer in self._layers:
+            if not self.cache.load_early(layer.index):
+                break

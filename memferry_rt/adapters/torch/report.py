@@ -1,0 +1,58 @@
+"""What a runtime says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...split import UpdateRates
+from ...stalls import IterationTimes
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is where, in bytes, and what has happened.
+
+    Attributes
+    ----------
+    stream_nbytes : int
+        The ring through which optimizer state is streamed.
+    updated_parameters : int
+        Updated in the last step.
+    resident_parameters, streamed_parameters, early_parameters : int
+        Of these, where they live on the device, streamed through it, and made by the CPU during backward.
+    update_rates : UpdateRates
+        What the shares of CPU and device are balanced by.
+    times : IterationTimes
+        Of the last iteration.
+    dram_nbytes : int
+        Host memory traffic so far, by count: what CPU updates read and wrote, and what was copied.
+    """
+
+    device: str
+    device_name: str
+    layers: int
+    parameters: int
+    weight_nbytes: int
+    host_nbytes: int
+    device_memory: int
+    pool_nbytes: int
+    ring_nbytes: int
+    stream_nbytes: int
+    device_peak: int
+    host_to_device_nbytes: int
+    device_to_host_nbytes: int
+    updated_parameters: int
+    resident_parameters: int
+    streamed_parameters: int
+    early_parameters: int
+    update_rates: UpdateRates
+    times: IterationTimes
+    dram_nbytes: int
+    steps: int
+    skipped_steps: int
+    grad_norm: float | None
+
+    @property
+    def host_nbytes_per_parameter(self) -> float:
+        """Host memory that a parameter takes, in bytes."""
+        return self.host_nbytes / self.parameters

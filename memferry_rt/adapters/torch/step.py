@@ -1,0 +1,336 @@
+"""The update of a step: every layer's, by whom it is made, and how its new weights become visible."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from memferry_allocator import Driver, Mode, Place, Stream
+
+from ...device_update import DeviceUpdate
+from ...errors import OffloadError
+from ...native import AdamKernel, AdamOperands, AdamSettings
+from ...split import UpdateRates, spread
+from ...updates import UpdateQueue
+from .early import EarlyUpdates
+from .gradients import GradientSlot
+from .layer import LayerState
+from .memory import DeviceMemory
+from .optimizer import AmpScaling, OptimizerPatch
+from .update import LayerUpdate, cut_work
+
+CPU_TRAFFIC = 28  # bytes an element: fp32 state read and written, and 4 for gradient and rounded weight
+
+
+@dataclass(frozen=True)
+class GradientScale:
+    """The norm of all gradients, and the factor that unscales and clips them; None if the step must be skipped."""
+
+    norm: float
+    factor: float | None
+
+
+def gradient_scale(
+    present: Sequence[GradientSlot], scaling: AmpScaling | None, max_grad_norm: float | None
+) -> GradientScale:
+    """What a step does with its gradients.
+
+    Parameters
+    ----------
+    present : sequence of GradientSlot
+        The parameters that have a gradient, in the order of the norm.
+    scaling : AmpScaling or None
+        What a `torch.amp.GradScaler` says of them.
+    max_grad_norm : float or None
+        Where to clip.
+    """
+    norms = [slot.norm for slot in present if slot.norm is not None]
+    total = 0.0
+    for value in torch.stack(norms).tolist() if norms else ():
+        total += value * value
+    unscale = 1.0 if scaling is None or scaling.inverse is None else scaling.inverse
+    norm = math.sqrt(total) * unscale if total >= 0 else math.nan
+    if not math.isfinite(norm) or (scaling is not None and not scaling.finite):
+        return GradientScale(norm, None)
+    if max_grad_norm is None:
+        return GradientScale(norm, unscale)
+    return GradientScale(norm, unscale * min(1.0, max_grad_norm / (norm + 1e-6)))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One layer's update, with everything that it depends on captured."""
+
+    layer: LayerState
+    indices: set[int]
+    settings: list[AdamSettings]
+    steps: Mapping[int, torch.Tensor]
+    scale: float
+
+    @property
+    def captured(self) -> tuple[set[int], list[AdamSettings], Mapping[int, torch.Tensor], float]:
+        return self.indices, self.settings, self.steps, self.scale
+
+
+class StepUpdates:
+    """Submits the updates of a step.
+
+    A layer whose state lives on the device is updated there, on the compute stream.  The others are shared in
+    forward order between the CPU and the device, through which their state is streamed.
+
+    Parameters
+    ----------
+    driver : Driver
+    layers : sequence of LayerState
+    plans : mapping of LayerState to LayerUpdate
+        The layers that the optimizer updates.
+    memory : DeviceMemory
+    patch : OptimizerPatch
+    queue : UpdateQueue
+    kernel : AdamKernel or None
+        The native kernel on the CPU; torch operations without it.
+    update : DeviceUpdate or None
+        The kernel on the device.
+    split : float or None
+        The share of the parameters to be updated on the device; None balances by measured rates.
+    stream : callable
+        The stream on which the calling thread's kernels run.
+
+    Attributes
+    ----------
+    early : EarlyUpdates or None
+        Who makes updates ahead of the step; set by who has spare slabs.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        layers: Sequence[LayerState],
+        plans: Mapping[LayerState, LayerUpdate],
+        memory: DeviceMemory,
+        patch: OptimizerPatch,
+        queue: UpdateQueue,
+        kernel: AdamKernel | None,
+        update: DeviceUpdate | None,
+        split: float | None,
+        stream: Callable[[], Stream],
+    ) -> None:
+        self._driver = driver
+        self._layers = layers
+        self.plans = plans
+        self._memory = memory
+        self._patch = patch
+        self._queue = queue
+        self._kernel = kernel
+        self._update = update
+        self._split = split
+        self._stream = stream
+        self.early: EarlyUpdates | None = None
+        self.rates = UpdateRates()
+        self.updated: list[LayerState] = []  # in the last step; some of them in these ways:
+        self.streamed: list[LayerState] = []
+        self.made_early: set[LayerState] = set()
+        self.cpu_nbytes = 0  # of host memory that the CPU's updates have read and written
+        self._unseen: set[LayerState] = set()
+
+    def first_use(self, layer: LayerState) -> bool:
+        """Whether this is the first use of a streamed layer since its update."""
+        if layer not in self._unseen:
+            return False
+        self._unseen.remove(layer)
+        return True
+
+    def numel(self, layers: Iterable[LayerState]) -> int:
+        """How many parameters the optimizer updates in these layers."""
+        return sum(self.plans[layer].numel for layer in layers)
+
+    def submit(self, present: Sequence[GradientSlot], scale: float) -> None:
+        """Queue the update of every layer that has gradients."""
+        self._measure()
+        settings = self._patch.settings()
+        indices: dict[LayerState, set[int]] = {}
+        for slot in present:
+            if slot.layer.layout.slots[slot.index].spec.updated:
+                indices.setdefault(slot.layer, set()).add(slot.index)
+        updated = [layer for layer in self._layers if layer in indices]
+        self._refuse_aliases(updated)
+        early = self._made_early(updated, indices, settings, scale)
+        self.updated, self.made_early = updated, early
+        for layer in updated:
+            if layer.residence is None:
+                self._memory.cache.evict(layer.index)
+        self._assign([layer for layer in updated if layer.residence is None and layer not in early])
+        for layer in updated:
+            steps = {index: self._patch.count(layer.parameters[index]) for index in indices[layer]}
+            layer.touch(indices[layer])
+            work = _Work(layer, indices[layer], settings, steps, scale)
+            if layer.residence is not None:
+                self._update_in_place(work)
+            elif layer in early:
+                self._publish(layer)
+            elif layer in self.streamed:
+                self._submit_streamed(work)
+            else:
+                self._submit_to_cpu(work)
+
+    def release_weights(self, layers: Sequence[LayerState]) -> None:
+        """Give up the device copies of layers whose weights are about to change at home.
+
+        Raises
+        ------
+        OffloadError
+            A tensor aliases one of them; nothing was given up.
+        """
+        self._refuse_aliases(layers)
+        for layer in layers:
+            self._memory.cache.evict(layer.index)
+
+    def skip(self) -> None:
+        """There is no update in this step: what was made ahead is of no use."""
+        if self.early is not None:
+            self.early.drop_all()
+            self.early.speculation.learn(False)
+
+    def _made_early(
+        self,
+        updated: Sequence[LayerState],
+        indices: Mapping[LayerState, set[int]],
+        settings: list[AdamSettings],
+        scale: float,
+    ) -> set[LayerState]:
+        """The layers whose update of this step is in a spare slab already."""
+        made: set[LayerState] = set()
+        if self.early is None:
+            return made
+        for layer in updated:
+            steps = {index: self._patch.next_count(layer.parameters[index]) for index in indices[layer]}
+            if self.early.fits(layer, indices[layer], settings, steps, scale):
+                made.add(layer)
+        self.early.drop_all(but=made)
+        self.early.speculation.learn(scale == 1.0)
+        return made
+
+    def _refuse_aliases(self, layers: Sequence[LayerState]) -> None:
+        """Nobody may hold tensors over device copies of layers whose weights are about to change."""
+        if any(layer.held() for layer in layers):
+            gc.collect()  # a traceback or a cycle may be all that holds them
+        for layer in layers:
+            if layer.held():
+                raise OffloadError(
+                    f"a tensor still aliases the device copy of layer {layer.name!r}, whose weights are "
+                    "about to change; delete it, or clone() what you keep of a weight"
+                )
+
+    # -- who updates what -----------------------------------------------------------------------------
+    def _assign(self, layers: Sequence[LayerState]) -> None:
+        """Choose the layers that are streamed through the device in this step."""
+        sizes = [self.plans[layer].numel for layer in layers]
+        share = self._streamed_share(sum(sizes)) if self._memory.streaming is not None else 0.0
+        chosen = spread(sizes, share)
+        self.streamed = [layer for layer, take in zip(layers, chosen, strict=True) if take]
+        self._unseen = set(self.streamed)
+
+    def _streamed_share(self, rest: int) -> float:
+        """The device's share of the `rest` parameters whose state is at home in host memory."""
+        if self._split is None:
+            return self.rates.device_share
+        resident = self.numel(self._memory.residents.layers)
+        return min(1.0, max(0.0, self._split * (resident + rest) - resident) / max(rest, 1))
+
+    def _measure(self) -> None:
+        """Take in how fast the last step's updates were."""
+        streaming, cpu = self._memory.streaming, self._queue.rate
+        self._queue.rate = None
+        self.rates = self.rates.measured(cpu, None if streaming is None else streaming.rate())
+
+    # -- the three ways -------------------------------------------------------------------------------
+    def _submit_to_cpu(self, work: _Work) -> None:
+        layer = work.layer
+        weights = self._memory.weights[layer.index].acquire(Place.HOST, Mode.READ_WRITE)
+        try:
+            state = self._driver.host_access(
+                reads=[layer.gradient_span],
+                writes=[layer.state_span] if layer.state_span.nbytes else [],
+                label=f"update of {layer.name}",
+            )
+        except BaseException:
+            weights.release()
+            raise
+
+        def end() -> None:
+            state.end()
+            weights.release()
+
+        plan = self.plans[layer]
+        self.cpu_nbytes += CPU_TRAFFIC * plan.numel
+        if self._kernel is None:
+            self._queue.submit(layer.index, plan.batches(*work.captured), end)
+        else:
+            calls = self._kernel.calls(cut_work(plan.native(self._kernel, *work.captured)))
+            self._queue.submit_native(layer.index, calls, end, elements=plan.numel)
+
+    def _publish(self, layer: LayerState) -> None:
+        """Let an update made during backward take effect: only the new weights are copied, beside the forward."""
+        early = self.early
+        assert early is not None
+        weights = self._memory.weights[layer.index].acquire(Place.HOST, Mode.READ_WRITE)
+        calls, slab = early.publish(layer)
+        spare = self._driver.host_access(reads=[slab.weights], label=f"new weights of {layer.name}")
+
+        def end() -> None:
+            spare.end()
+            weights.release()
+            early.reuse(slab)
+
+        self.cpu_nbytes += CPU_TRAFFIC * self.plans[layer].numel + 2 * weights.nbytes
+        self._queue.submit_native(layer.index, calls, end, elements=0)
+
+    def _submit_streamed(self, work: _Work) -> None:
+        layer, streaming, update = work.layer, self._memory.streaming, self._update
+        assert streaming is not None
+        assert update is not None
+        weights = self._memory.weights[layer.index]
+        weights.acquire(Place.HOST, Mode.READ_WRITE).release()  # nobody uses the pages from here on
+        pieces = self.plans[layer].native(update, *work.captured)
+        known = self._driver.publish()
+
+        def enqueue() -> None:
+            self._driver.observe(known)
+            for prepared, home in pieces:
+                streaming.run(home, prepared)
+
+        def end() -> None:  # readers of the host pages wait for the stream that brings the weights home
+            weights.acquire(Place.MAPPED, Mode.READ_WRITE, stream=streaming.out).release()
+
+        self._queue.feed(layer.index, enqueue, end)
+
+    def _update_in_place(self, work: _Work) -> None:
+        """Update a resident layer; its new weights are in device memory, and come home when somebody asks."""
+        layer, update = work.layer, self._update
+        assert update is not None
+        stream = self._stream()
+        pieces = self.plans[layer].native(update, *work.captured)
+        with self._memory.cache.open_for_update(layer.index, stream) as weights:
+            for prepared, home in pieces:
+                update.run(stream, prepared, _on_device(home, layer, weights.ptr))
+
+
+def _on_device(home: AdamOperands, layer: LayerState, weights: int) -> AdamOperands:
+    """A resident layer's operands, from where they would be at home in host memory."""
+    residence = layer.residence
+    assert residence is not None
+    state = residence.state_span.ptr - layer.state_span.ptr
+    to_weights = weights - layer.weight_span.ptr
+    return dataclasses.replace(
+        home,
+        parameter=home.parameter + (state if home.weight else to_weights),
+        gradient=home.gradient + residence.gradient_span.ptr - layer.gradient_span.ptr,
+        exp_avg=home.exp_avg + state,
+        exp_avg_sq=home.exp_avg_sq + state,
+        weight=home.weight + to_weights if home.weight else 0,
+    )

@@ -1,0 +1,15 @@
+"""Memory of the emulated device as the host sees it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memferry_allocator import Driver
+
+
+def on_the_host(driver: Driver, ptr: int, nbytes: int) -> int:
+    """The host address behind a pointer of the emulated device; to be used within a `Driver.launch`."""
+    data = driver.host_bytes(ptr, nbytes)
+    if data is None:
+        raise ValueError(f"{nbytes} bytes at {ptr:#x} of {driver.name!r} are out of the host's reach")
+    return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)

@@ -1,0 +1,154 @@
+"""Optimizer state streamed through the device: in by one copy engine, out by the other, the kernel between.
+
+Three streams and a ring of buffers in device memory.  While the kernel works on one piece the next comes in and
+the last goes out; nothing but events orders them, and no thread waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from memferry_allocator import DevicePool, Driver, Event, Stream, registrations
+
+from .device_update import FP32, ITEMSIZE, DeviceUpdate, part_of
+from .native import AdamOperands
+
+SLOTS = 3  # one comes in, one is computed, one goes out
+BYTES = 16  # an element in the ring: fp32 parameter and moments, and 4 bytes of gradient and new weight
+UNIT = 64  # elements; every array of a slot begins at a multiple of 128 bytes
+
+
+@dataclass(eq=False)
+class _Slot:
+    base: int
+    emptied: Event | None = None
+
+
+def ring_elements(nbytes: int) -> int:
+    """Elements of one slot of a ring of `nbytes` bytes."""
+    return nbytes // (SLOTS * BYTES * UNIT) * UNIT
+
+
+class StateStream:
+    """Updates state at home in host memory on the device.
+
+    Parameters
+    ----------
+    driver : Driver
+    device : int
+    update : DeviceUpdate
+    pool : DevicePool
+    nbytes : int
+        Size of the ring; at least ``SLOTS * BYTES * UNIT``.
+    measure : bool
+        Take the time of each step's streaming, for `rate`.
+
+    Notes
+    -----
+    One thread uses it at a time.  Host pages must be registered, and what is done to them before must be known
+    to that thread; it is over for a stream that has waited for an event of `out`, and for nobody else.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        device: int,
+        update: DeviceUpdate,
+        pool: DevicePool,
+        nbytes: int,
+        *,
+        measure: bool = False,
+    ) -> None:
+        self._driver = driver
+        self._device = device
+        self._update = update
+        self._pool = pool
+        self._pages = registrations(driver)
+        self._streams = [driver.create_stream(device) for _ in range(3)]
+        self._in, self._compute, self.out = self._streams
+        self.elements = ring_elements(nbytes)
+        self.nbytes = nbytes
+        self._base = pool.allocate(nbytes, stream=self._in)
+        size = self.elements * BYTES
+        self._slots = [_Slot(self._base + number * size) for number in range(SLOTS)]
+        self._next = 0
+        self._measure = measure
+        self._span: tuple[Event, Event, int] | None = None
+        self.bytes_in = 0
+        self.bytes_out = 0
+
+    def run(self, operands: AdamOperands, prepared: Any) -> None:
+        """Enqueue the update of elements at home, any number, by their host addresses."""
+        begin = self._mark(self._in) if self._measure and self._span is None else None
+        for start in range(0, operands.count, self.elements):
+            count = min(self.elements, operands.count - start)
+            self._run(part_of(operands, start, count), prepared)
+        if self._measure:
+            first, count = (begin, 0) if self._span is None else (self._span[0], self._span[2])
+            assert first is not None
+            self._span = (first, self._mark(self.out), count + operands.count)
+
+    def rate(self) -> float | None:
+        """Parameters a second since the last call; None if there were none, or they are still on their way."""
+        span, self._span = self._span, None
+        if span is None or not span[1].query():
+            return None
+        first, last, count = span
+        seconds = last.elapsed_since(first)
+        return count / seconds if seconds > 0 else None
+
+    def close(self, stream: Stream) -> None:
+        """Wait for what is under way, and give buffers and streams back; `stream` is any of the device."""
+        for own in self._streams:
+            own.synchronize()
+            own.close()
+        self._pool.deallocate(self._base, self.nbytes, stream=stream, uses={})
+
+    def _run(self, home: AdamOperands, prepared: Any) -> None:
+        slot = self._claim()
+        here = self._in_slot(slot, home)
+        gradient = (here.gradient, home.gradient, home.count * ITEMSIZE[home.gradient_dtype])
+        state = [
+            (here.parameter, home.parameter, home.count * FP32),
+            (here.exp_avg, home.exp_avg, home.count * FP32),
+            (here.exp_avg_sq, home.exp_avg_sq, home.count * FP32),
+        ]
+        for device, host, nbytes in (*state, gradient):
+            for part in self._pages.split(host, nbytes):  # no copy may cross the edge of a registration
+                self._driver.copy(device + part.ptr - host, part.ptr, part.nbytes, stream=self._in)
+            self.bytes_in += nbytes
+        self._compute.wait(self._in.record())
+        self._update.run(self._compute, prepared, here)
+        self.out.wait(self._compute.record())
+        if home.weight:
+            state.append((here.weight, home.weight, home.count * ITEMSIZE[home.weight_dtype]))
+        for device, host, nbytes in state:
+            for part in self._pages.split(host, nbytes):
+                self._driver.copy(part.ptr, device + part.ptr - host, part.nbytes, stream=self.out)
+            self.bytes_out += nbytes
+        slot.emptied = self.out.record()
+
+    def _claim(self) -> _Slot:
+        """The next slot, safe to be filled once what was in it has gone out."""
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % SLOTS
+        if slot.emptied is not None:
+            self._in.wait(slot.emptied)
+        return slot
+
+    def _in_slot(self, slot: _Slot, home: AdamOperands) -> AdamOperands:
+        parameter, exp_avg, exp_avg_sq, rest = (slot.base + number * FP32 * self.elements for number in range(4))
+        return dataclasses.replace(
+            home,
+            parameter=parameter,
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            gradient=rest,
+            weight=rest + ITEMSIZE[home.gradient_dtype] * self.elements if home.weight else 0,
+        )
+
+    def _mark(self, stream: Stream) -> Event:
+        event = self._driver.create_event(self._device, timing=True)
+        return stream.record(event)
