@@ -120,6 +120,10 @@ def _change_a_gradient(model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     model.blocks[4].up.weight.grad = None
 
 
+def _clip(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
 def _change_a_weight(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     with torch.no_grad():
         model.head.weight.add_(0.5)
@@ -145,7 +149,7 @@ def _another_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 
 
 CHANGES = [
-    _change_settings, _change_a_gradient, _change_a_weight, _change_a_moment, _change_a_count, _load,
+    _change_settings, _clip, _change_a_gradient, _change_a_weight, _change_a_moment, _change_a_count, _load,
     _another_backward,
 ]  # fmt: skip
 

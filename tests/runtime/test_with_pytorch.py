@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -123,8 +124,16 @@ def test_what_the_last_step_found_is_on_the_optimizer(trained: Trained) -> None:
     assert trained.optimizer.skipped_steps == 1
 
 
-def test_grad_scaler_without_amp_support_unscales_what_is_at_home() -> None:
-    both = Trained(share=0.6)
+WAYS = [
+    {"share": 0.6},
+    {"share": 0.6, "optimizer_split": 0.5, "spare_slabs": 9},
+    {"share": 8.0},
+]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=["cpu", "streamed-early", "resident"])
+def test_grad_scaler_without_amp_support_unscales_what_is_at_home(options: dict[str, Any]) -> None:
+    both = Trained(**options)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     plain_scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for number in range(3):
@@ -141,13 +150,14 @@ def test_grad_scaler_without_amp_support_unscales_what_is_at_home() -> None:
     both.runtime.close()
 
 
+@pytest.mark.parametrize("options", WAYS, ids=["cpu", "streamed-early", "resident"])
 @pytest.mark.parametrize("unscale_first", [False, True])
-def test_grad_scaler_and_clipping(unscale_first: bool) -> None:
+def test_grad_scaler_and_clipping(unscale_first: bool, options: dict[str, Any]) -> None:
     """The norm is that of the unscaled gradients, whoever unscales them; a step that overflowed is skipped."""
     norms = []
     models = []
     for scale in (None, 1024.0):
-        both = Trained(share=0.6, max_grad_norm=0.5)
+        both = Trained(max_grad_norm=0.5, **options)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
         for number in range(4):
             loss = next_token_loss(both.model, number)

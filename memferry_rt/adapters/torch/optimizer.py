@@ -144,6 +144,11 @@ class OptimizerPatch:
         scale = getattr(self.optimizer, "grad_scale", None)
         return AmpScaling(inverse=None if scale is None else 1.0 / float(scale), finite=float(found) == 0.0)
 
+    @property
+    def scaler_tells(self) -> bool:
+        """Whether a `torch.amp.GradScaler` says what it does; else it may have scaled gradients unseen."""
+        return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+
     def group_of(self) -> dict[nn.Parameter, int]:
         return {
             parameter: number

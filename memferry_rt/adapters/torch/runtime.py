@@ -239,7 +239,10 @@ class Runtime:
         self.scopes.reset()
         self._check_parameters()
         scaling = self.patch.amp_scaling()
-        present = self.gradients.collect(changed_unseen=scaling is not None and scaling.inverse is None)
+        unseen = scaling is not None and scaling.inverse is None
+        present = self.gradients.collect(changed_unseen=unseen)
+        if unseen or not self.patch.scaler_tells:
+            self.step_updates.forget_early()
         self._refuse_unknown_gradients()
         self.gradients.end_use()
         self.stalls.iteration(self.stream())

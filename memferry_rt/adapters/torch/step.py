@@ -190,10 +190,15 @@ class StepUpdates:
         for layer in layers:
             self._memory.cache.evict(layer.index)
 
-    def skip(self) -> None:
-        """There is no update in this step: what was made ahead is of no use."""
+    def forget_early(self) -> None:
+        """What was made ahead is of no use: gradients have changed in a way that leaves no trace."""
         if self.early is not None:
             self.early.drop_all()
+
+    def skip(self) -> None:
+        """There is no update in this step, and nothing made ahead is of use."""
+        self.forget_early()
+        if self.early is not None:
             self.early.speculation.learn(False)
 
     def _made_early(
