@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from .updates import (
     lengths,
     settings_of_adam,
     torch_update,
+    where_tails_differ,
     wide_range,
 )
 
@@ -59,22 +61,17 @@ def test_every_variant_gives_the_bits_of_torch(
 
 
 @in_every_variant
-def test_the_tail_is_rounded_as_torch_rounds_it(kernel: AdamKernel) -> None:
-    """It is not the same arithmetic: with the tail's elements taken for others some bit differs."""
-    generator = torch.Generator().manual_seed(5)
-    numel = 4096 + VECTOR - 1
-    expected, gradient = State.random(numel, "float32", generator), torch.randn(numel, generator=generator)
-    expected.exp_avg_sq.uniform_(generator=generator)
-    right, wrong = expected.clone(), expected.clone()
-    torch_update(expected, gradient, PLAIN, 3.0, 1.0)
-    prepared = kernel.prepare(PLAIN, 3.0, 1.0)
-    operands = right.operands(gradient)
-    assert operands.tail == VECTOR - 1
-    kernel.run(prepared, operands)
-    assert_same_bits(expected, right)
-    kernel.update(prepared, **{**wrong.operands(gradient).__dict__, "tail": numel})
-    with pytest.raises(AssertionError, match="differs"):
-        assert_same_bits(expected, wrong)
+@pytest.mark.parametrize("numel", [*range(1, 2 * VECTOR + 1), 1023, 1025, 4099])
+def test_the_tail_is_rounded_as_torch_rounds_it(kernel: AdamKernel, numel: int) -> None:
+    """With one element more, or one less, taken for the tail's the bits would differ."""
+    expected, gradient = where_tails_differ(numel)
+    start = expected.clone()
+    torch_update(expected, gradient, PLAIN, 1.0, 1.0)
+    tail = numel % VECTOR
+    for claimed in {max(0, tail - 1), tail, min(numel, tail + 1)}:
+        got = start.clone()
+        kernel.run(kernel.prepare(PLAIN, 1.0, 1.0), replace(got.operands(gradient), tail=claimed))
+        assert torch.equal(got.exp_avg_sq, expected.exp_avg_sq) == (claimed == tail)
 
 
 @in_every_variant

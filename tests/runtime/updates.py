@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
 
-from memferry_rt.native import AdamOperands, AdamSettings
+from memferry_rt.native import AdamOperands, AdamSettings, load_adam
 from memferry_rt.native.adam import VECTOR
 
 PLAIN = AdamSettings(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, maximize=False)
@@ -80,6 +80,22 @@ class State:
             count=end - start,
             tail=numel % VECTOR if end == numel else 0,
         )
+
+
+def where_tails_differ(numel: int) -> tuple[State, torch.Tensor]:
+    """State and gradient whose every element would get another bit if it were, or were not, of the tail."""
+    kernel = load_adam()
+    assert kernel is not None
+    generator = torch.Generator().manual_seed(11)
+    drawn, gradient = State.random(4096, "float32", generator), torch.randn(4096, generator=generator)
+    drawn.exp_avg_sq.uniform_(generator=generator)
+    body, tail = drawn.clone(), drawn.clone()
+    prepared = kernel.prepare(PLAIN, 1.0, 1.0)
+    kernel.run(prepared, replace(body.operands(gradient), tail=0))
+    kernel.run(prepared, replace(tail.operands(gradient), tail=4096))
+    chosen = (body.exp_avg_sq != tail.exp_avg_sq).nonzero().flatten()
+    chosen = chosen[torch.arange(numel) % len(chosen)]
+    return State(*(tensor[chosen] for tensor in drawn.tensors())), gradient[chosen]
 
 
 def name_of(dtype: torch.dtype) -> str:
