@@ -18,6 +18,8 @@ from memferry_allocator import (
     open_driver,
     replay,
 )
+from memferry_allocator.device import MemoryResource
+from memferry_allocator.device.log import LogEntry
 
 from ..runner import Benchmark, Settings
 from ..timing import per_call, summary
@@ -37,9 +39,9 @@ def summarise(found: dict[str, Any]) -> dict[str, Any]:
     for name in ("driver", "torch"):
         other = summary[f"pair_{name}_us"]
         summary[f"pair_{name}_over_pool"] = None if other is None or pool is None else other / pool
+    replayed = found.get("replays") or {}
     for name in ("slab", "segments", "virtual", "torch", "rmm"):
-        replayed = found.get(f"replay_{name}")
-        summary[f"fragmentation_{name}"] = None if replayed is None else replayed["fragmentation"]
+        summary[f"fragmentation_{name}"] = replayed.get(name, {}).get("fragmentation")
     arena, pinned = found.get("arena"), found.get("pinned_torch")
     if arena is not None:
         summary["arena_s"] = arena["seconds"]
@@ -102,67 +104,46 @@ def pair_rmm(settings: Settings) -> Any:
 
 
 # -- a training log --------------------------------------------------------------------------------------
-def _log(settings: Settings) -> Any:
-    return record("tiny", steps=4) if settings.small else record(steps=8)
-
-
-def _live_peak(settings: Settings) -> int:
-    driver = SizeOnlyDriver(1 << 44)
-    return replay(_log(settings), DevicePool(driver, 0, 0, maximum=1 << 44)).live_peak
-
-
-def _replayed(pool: DevicePool, settings: Settings) -> Any:
-    report = replay(_log(settings), pool)
-    kept = {name: getattr(report, name) for name in ("operations", "live_peak", "reserved_peak", "seconds")}
-    return {**kept, "fragmentation": report.fragmentation, "operations_per_second": report.operations_per_second}
-
-
-def _driver(settings: Settings) -> Any:
-    return open_driver("cuda") if settings.cuda else SizeOnlyDriver(1 << 44)
-
-
 @case
-def replay_slab(settings: Settings) -> Any:
-    """One slab: the smallest that takes the log, in steps of 1% over its live peak."""
-    driver, live = _driver(settings), _live_peak(settings)
+def replays(settings: Settings) -> Any:
+    """What each pool holds at the most for one log, against what is live at the most."""
+    log = record("tiny", steps=4) if settings.small else record(steps=8)
+    counting = SizeOnlyDriver(1 << 44)
+    live = replay(log, DevicePool(counting, 0, 0, maximum=1 << 44)).live_peak
+    driver = open_driver("cuda") if settings.cuda else counting
+    found = {
+        "slab": {"reserved_peak": _smallest_slab(log, live, counting)},
+        "segments": _replayed(log, DriverMemory(driver, 0)),
+        "virtual": _replayed(log, VirtualMemory(driver, 0, 256 * GIB)),
+    }
+    if settings.cuda:
+        found["torch"] = {"reserved_peak": peers.torch_reserved(log)}
+        found["rmm"] = {"reserved_peak": peers.rmm_reserved(log, 256 * MIB)}
+    for replayed in found.values():
+        reserved = replayed["reserved_peak"]
+        replayed["fragmentation"] = None if reserved is None else (reserved - live) / live
+    return {"live_peak": live, **found}
+
+
+def _smallest_slab(log: list[LogEntry], live: int, driver: SizeOnlyDriver) -> int | None:
+    """The smallest slab that takes the log, in steps of 1% of its live peak."""
     for percent in range(100, 131):
         pool = DevicePool(driver, 0, live * percent // 100)
-        report = replay(_log(settings), pool)
-        pool.close()
-        if report.refused == 0:
-            return {"live_peak": live, "reserved_peak": pool.nbytes, "fragmentation": pool.nbytes / live - 1}
+        if replay(log, pool).refused == 0:
+            return pool.nbytes
     return None
 
 
-@case
-def replay_segments(settings: Settings) -> Any:
-    driver = _driver(settings)
-    return _replayed(DevicePool(driver, 0, 0, maximum=128 * GIB, source=DriverMemory(driver, 0)), settings)
-
-
-@case
-def replay_virtual(settings: Settings) -> Any:
-    driver = _driver(settings)
-    source = VirtualMemory(driver, 0, 256 * GIB)
-    return _replayed(DevicePool(driver, 0, 0, maximum=128 * GIB, source=source), settings)
-
-
-@case
-def replay_torch(settings: Settings) -> Any:
-    return _peer_replay(peers.torch_reserved(_log(settings)), settings) if settings.cuda else None
-
-
-@case
-def replay_rmm(settings: Settings) -> Any:
-    if not settings.cuda:
-        return None
-    reserved = peers.rmm_reserved(_log(settings), 256 * MIB)
-    return None if reserved is None else _peer_replay(reserved, settings)
-
-
-def _peer_replay(reserved: int, settings: Settings) -> Any:
-    live = _live_peak(settings)
-    return {"live_peak": live, "reserved_peak": reserved, "fragmentation": (reserved - live) / live}
+def _replayed(log: list[LogEntry], source: MemoryResource) -> dict[str, Any]:
+    pool = DevicePool(source.driver, 0, 0, maximum=128 * GIB, source=source)
+    report = replay(log, pool)
+    pool.close()
+    source.close()
+    return {
+        "reserved_peak": report.reserved_peak,
+        "operations": report.operations,
+        "operations_per_second": report.operations_per_second,
+    }
 
 
 # -- host memory -----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -277,21 +278,29 @@ class ResourceContract:
     # -- threads --------------------------------------------------------------------------------------
     def test_taken_in_one_thread_and_given_back_in_another(self, driver: Driver, resource: MemoryResource) -> None:
         todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        few = threading.Semaphore(8)  # blocks on their way: there is room for so many
 
-        def work(number: int) -> None:
-            blocks, stream = Blocks(resource), driver.create_stream(0)
-            if number % 2:
+        def make(blocks: Blocks, stream: Stream) -> None:
+            try:
                 for turn in range(30):
+                    assert few.acquire(timeout=60)
                     block = blocks.take(1000 * (turn % 5 + 1), stream)
                     todo.put((block, stream.record(), driver.publish()))
+            finally:
                 todo.put(None)
-            else:
-                while (item := todo.get()) is not None:
-                    block, written, token = item
-                    driver.observe(token)
-                    stream.wait(written)
-                    blocks.held.append(block)
-                    blocks.give(block, stream)
+
+        def drop(blocks: Blocks, stream: Stream) -> None:
+            while (item := todo.get(timeout=60)) is not None:
+                block, written, token = item
+                driver.observe(token)
+                stream.wait(written)
+                blocks.held.append(block)
+                blocks.give(block, stream)
+                few.release()
+
+        def work(number: int) -> None:
+            stream = driver.create_stream(0)
+            (make if number % 2 else drop)(Blocks(resource), stream)
             stream.close()
 
         in_threads(4, work)

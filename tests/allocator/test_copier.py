@@ -89,8 +89,8 @@ def test_a_copy_on_its_own_lane_needs_no_events() -> None:
 @pytest.mark.parametrize("direction", Direction)
 def test_copies_are_cut_where_registrations_end(direction: Direction) -> None:
     driver = Copies()
-    machine, copier, data = Machine(driver), DirectCopier(driver, 0), pages(N)
     chunked(driver, 1000)
+    machine, copier, data = Machine(driver), DirectCopier(driver, 0), pages(N)
     held, ptr = registrations(driver).register(address(data), N), machine.device(N)
     data[:] = pattern(N)
     machine.write(ptr, pattern(N, 1))

@@ -125,6 +125,7 @@ def test_registrations_are_counted_and_device_pointers_asked_for() -> None:
         "for at, nbytes in ((0, 8 * MIB), (MIB, MIB), (4 * MIB, 8 * MIB)):\n"
         "    require(lib.memferry_host_unregister(device, start + at, nbytes))\n"
         "require(lib.memferry_host_statistics_get(device, out))\n"
+        "cu.cuCtxSetCurrent(cu.cuDevicePrimaryCtxRetain(0)[1])\n"
         "print(out.registered, int(cu.cuMemHostRegister(int(ffi.cast('uintptr_t', start)), 16 * MIB, 3)[0]))\n"
     )
     assert said.splitlines() == ["12 2", "NOT_REGISTERED", "0 0"]

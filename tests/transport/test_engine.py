@@ -400,9 +400,9 @@ def test_any_regions_arrive_byte_for_byte(
 ) -> None:
     """Regions of a transfer follow one another; transfers are in the order of the streams that asked."""
     driver = EmulatedDriver(EmulatedOptions(seed=seed, eagerness=eagerness))
-    machine, engine, home = Machine(driver), TransferEngine(driver, 0), pages(WORLD)
     max_chunk = max(max_chunk, WORLD // 40)
     driver._registration_map = RegistrationMap(driver, max_chunk=max_chunk)  # type: ignore[attr-defined]
+    machine, engine, home = Machine(driver), TransferEngine(driver, 0), pages(WORLD)
     held, ptr = registrations(driver).register(address(home), WORLD), machine.device(WORLD)
     home[:] = pattern(WORLD)
     model = {IN: pattern(WORLD), OUT: pattern(WORLD, 1)}  # by direction: what is copied from

@@ -28,13 +28,14 @@ class TransferEngine:
     def __init__(self, driver: Driver, device: int) -> None:
         self.driver = driver
         self.device = device
-        self._lanes = {direction: driver.create_stream(device) for direction in Direction}
+        self._inward, self._outward = driver.create_stream(device), driver.create_stream(device)
+        self._registered = registrations(driver)
         self._moved = dict.fromkeys(Direction, 0)
         self._lock = threading.Lock()
 
     def lane(self, direction: Direction) -> Stream:
         """The stream that carries a direction; a transfer asked for on it needs no events around it."""
-        return self._lanes[direction]
+        return self._inward if direction is Direction.HOST_TO_DEVICE else self._outward
 
     @property
     def bytes_moved(self) -> dict[Direction, int]:
@@ -70,7 +71,7 @@ class TransferEngine:
         if not isinstance(direction, Direction):
             raise InvalidTransferError(f"copy: {direction!r} is not a Direction")
         pieces = [piece for dst, src in regions for piece in self._pieces(dst, src, direction)]
-        lane = self._lanes[direction]
+        lane = self.lane(direction)
         nbytes = sum(size for _, _, size in pieces)
         with self._lock:
             if stream is not lane:
@@ -87,8 +88,8 @@ class TransferEngine:
 
     def close(self) -> None:
         """Wait for the transfers under way and give the streams back; a second call does nothing."""
-        for lane in self._lanes.values():
-            lane.close()
+        self._inward.close()
+        self._outward.close()
 
     def _pieces(self, dst: Span, src: Span, direction: Direction) -> list[tuple[int, int, int]]:
         """A region as driver copies: none may cross the edge of a registration."""
@@ -98,7 +99,7 @@ class TransferEngine:
                 "give two ranges of one size"
             )
         host = src if direction is Direction.HOST_TO_DEVICE else dst
-        known = registrations(self.driver)
+        known = self._registered
         if not known.covers(host.ptr, host.nbytes):
             raise InvalidTransferError(
                 f"{direction.value} copy: the {host.nbytes} host bytes at {host.ptr:#x} are not all registered; "

@@ -6,12 +6,13 @@ import itertools
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from ..errors import InvalidRequestError, UnsupportedError
 
 if TYPE_CHECKING:
     from .api import Driver
+
+_MOST_KNOWN = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +28,8 @@ class Stream:
     handle: Any
     owned: bool
     recording: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
-    _aware: WeakKeyDictionary[Stream, int] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
+    number: int = field(default_factory=itertools.count(1).__next__, init=False, repr=False)  # of its own for ever
+    _aware: dict[int, int] = field(default_factory=dict, init=False, repr=False)  # by `number` of other streams
 
     def wait(self, event: Event) -> None:
         """Order everything enqueued here from now on after what `event` has recorded.
@@ -35,12 +37,14 @@ class Stream:
         What is ordered already costs nothing: an event of this very stream, or one of a stream for whose
         later event this one has waited before.
         """
-        origin, number = event.recorded
-        if origin is self or (origin is not None and self._aware.get(origin, 0) >= number):
+        origin, sequence = event.recorded
+        if origin is self or (origin is not None and self._aware.get(origin.number, 0) >= sequence):
             return
         self.driver.stream_wait(self, event)
         if origin is not None:
-            self._aware[origin] = number
+            if len(self._aware) >= _MOST_KNOWN:  # of streams long gone; forgetting one costs a wait too many
+                self._aware.clear()
+            self._aware[origin.number] = sequence
 
     def record(self, event: Event | None = None) -> Event:
         """Record what has been enqueued so far, in `event` or a new one, and return it."""

@@ -53,21 +53,22 @@ class DirectCopier:
     def __init__(self, driver: Driver, device: int) -> None:
         self.driver = driver
         self.device = device
-        self._lanes = {direction: driver.create_stream(device) for direction in Direction}
+        self._inward, self._outward = driver.create_stream(device), driver.create_stream(device)
+        self._registered = registrations(driver)
 
     def lane(self, direction: Direction) -> Stream:
-        return self._lanes[direction]
+        return self._inward if direction is Direction.HOST_TO_DEVICE else self._outward
 
     def copy(self, dst: Span, src: Span, direction: Direction, *, stream: Stream) -> DirectCopy:
         """See `Copier.copy`.  The bytes move on the lane of `direction`, whatever `stream` is."""
         if dst.nbytes != src.nbytes:
             raise InvalidRequestError(f"copy: source has {src.nbytes} bytes and destination {dst.nbytes}")
-        lane = self._lanes[direction]
+        lane = self.lane(direction)
         if stream is not lane:
             lane.wait(stream.record())
         host = src if direction is Direction.HOST_TO_DEVICE else dst
         try:
-            for piece in registrations(self.driver).split(host.ptr, host.nbytes):
+            for piece in self._registered.split(host.ptr, host.nbytes):
                 offset = piece.ptr - host.ptr
                 self.driver.copy(dst.ptr + offset, src.ptr + offset, piece.nbytes, stream=lane)
         finally:  # also if a piece is refused: what comes later must come after those before it
@@ -78,5 +79,5 @@ class DirectCopier:
 
     def close(self) -> None:
         """Wait for the copies under way and give the streams back; a second call does nothing."""
-        for lane in self._lanes.values():
-            lane.close()
+        self._inward.close()
+        self._outward.close()
