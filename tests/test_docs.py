@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import tables
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -25,6 +27,12 @@ def test_the_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     code = examples(page)
     if code:
         exec(compile(code, page, "exec"), {"__name__": "example"})
+
+
+@pytest.mark.parametrize("page", tables.PAGES)
+def test_tables_are_those_of_the_results(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert tables.with_tables(text) == text
 
 
 def test_the_tensor_cache_runs() -> None:

@@ -6,37 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidRequestError
 from .array import Array
-from .dlpack import DeviceType
+from .dlpack import DeviceType, make_capsule
+from .dtypes import element_type
 
 if TYPE_CHECKING:
     import torch
-
-
-class _DeviceBytes:
-    """The bytes of an array, as torch takes device memory; torch keeps it, and so the array, alive."""
-
-    def __init__(self, array: Array) -> None:
-        self._array = array
-        self.__cuda_array_interface__ = {
-            **array.__cuda_array_interface__,
-            "shape": (array.nbytes,),
-            "typestr": "|u1",
-            "strides": None,
-            "data": (array.ptr, False),
-        }
-
-
-class _HostBytes:
-    """The same for host memory, by NumPy."""
-
-    def __init__(self, array: Array) -> None:
-        self._array = array
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (array.nbytes,),
-            "typestr": "|u1",
-            "data": (array.ptr, False),
-        }
 
 
 def as_tensor(array: Array) -> torch.Tensor:
@@ -48,8 +22,9 @@ def as_tensor(array: Array) -> torch.Tensor:
     ------
     InvalidRequestError
         The array is read-only, and torch knows no such tensors.
+    UnsupportedError
+        The package was installed without a C compiler.
     """
-    import numpy as np
     import torch
 
     if array.read_only:
@@ -58,12 +33,18 @@ def as_tensor(array: Array) -> torch.Tensor:
             "Mode.READ_WRITE, or make the array with promise_not_to_write=True"
         )
     dtype: Any = getattr(torch, array.kind.name)
-    on_device = array.device[0] is DeviceType.CUDA
-    device = torch.device("cuda", array.device[1]) if on_device else torch.device("cpu")
     if array.nbytes == 0:
+        device = f"cuda:{array.device[1]}" if array.device[0] is DeviceType.CUDA else "cpu"
         return torch.empty(array.shape, dtype=dtype, device=device)
-    if on_device:
-        flat = torch.as_tensor(_DeviceBytes(array), device=device)
-    else:
-        flat = torch.from_numpy(np.asarray(_HostBytes(array)))
-    return flat.view(dtype).view(array.shape)
+    return torch.from_dlpack(_bytes_of(array)).view(dtype).view(array.shape)
+
+
+def _bytes_of(array: Array) -> Any:
+    """All of it as bytes, which every torch takes; a bare capsule, since the order is the caller's."""
+    _ = array.view.ptr  # refused once released
+    return make_capsule(
+        array, array.ptr, (array.nbytes,), (1,), _BYTES, array.device, read_only=False, versioned=False
+    )
+
+
+_BYTES = element_type("uint8")
