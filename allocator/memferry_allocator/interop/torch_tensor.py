@@ -10,7 +10,7 @@ from .dlpack import DeviceType, make_capsule
 from .dtypes import element_type
 
 if TYPE_CHECKING:
-    import torch
+    import torch.utils.dlpack
 
 
 def as_tensor(array: Array) -> torch.Tensor:
@@ -25,7 +25,7 @@ def as_tensor(array: Array) -> torch.Tensor:
     UnsupportedError
         The package was installed without a C compiler.
     """
-    import torch
+    import torch.utils.dlpack
 
     if array.read_only:
         raise InvalidRequestError(
@@ -36,7 +36,7 @@ def as_tensor(array: Array) -> torch.Tensor:
     if array.nbytes == 0:
         device = f"cuda:{array.device[1]}" if array.device[0] is DeviceType.CUDA else "cpu"
         return torch.empty(array.shape, dtype=dtype, device=device)
-    return torch.from_dlpack(_bytes_of(array)).view(dtype).view(array.shape)
+    return torch.utils.dlpack.from_dlpack(_bytes_of(array)).view(dtype).view(array.shape)
 
 
 def _bytes_of(array: Array) -> Any:
