@@ -24,7 +24,6 @@ from memferry_allocator.device.log import LogEntry
 from ..runner import Benchmark, Settings
 from ..timing import per_call, summary
 from . import peers
-from .recorded import record
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -107,6 +106,8 @@ def pair_rmm(settings: Settings) -> Any:
 @case
 def replays(settings: Settings) -> Any:
     """What each pool holds at the most for one log, against what is live at the most."""
+    from .recorded import record  # torch, which the other cases do without
+
     log = record("tiny", steps=4) if settings.small else record(steps=8)
     counting = SizeOnlyDriver(1 << 44)
     live = replay(log, DevicePool(counting, 0, 0, maximum=1 << 44)).live_peak
