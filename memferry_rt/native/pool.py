@@ -7,6 +7,7 @@ model's kernels holds it nearly always.  These workers never need it.
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class NativePool:
         self.threads = threads
         self._module = module
         self._pool = pool
+        self._lock = threading.Lock()
         self._pending: deque[NativeBatch] = deque()  # what runs must live, even if nobody waits for it
         self._close = weakref.finalize(self, _close, module.lib, pool, self._pending, os.getpid())
 
@@ -91,9 +93,10 @@ class NativePool:
         if not handle:
             raise MemoryError("no memory for a batch of native calls")
         batch = NativeBatch(lib, self._module.ffi.gc(handle, lib.memferry_batch_free), calls)
-        self._pending.append(batch)
-        while self._pending and self._pending[0].done():
-            self._pending.popleft()
+        with self._lock:
+            self._pending.append(batch)
+            while self._pending[0].done() and len(self._pending) > 1:
+                self._pending.popleft()
         return batch
 
     def close(self) -> None:

@@ -463,7 +463,7 @@ def test_saving_and_loading_take_no_second_copy_of_the_state(
     large: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path
 ) -> None:
     runtime = memferry_rt.runtime_of(large[0])
-    moved, used = runtime.engine.bytes_moved.copy(), runtime.space.pool.peak
+    moved, used = runtime.memory.bytes_moved, runtime.memory.space.pool.peak
     memferry_rt.save(tmp_path / "warm", *large)
     for work in (memferry_rt.save, memferry_rt.load):
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
@@ -475,5 +475,5 @@ def test_saving_and_loading_take_no_second_copy_of_the_state(
         assert traced < 16 * MIB
         assert _peak_rss() - before < 40 * MIB
     assert memferry_rt.checkpoint_info(tmp_path / "saved").nbytes > 140 * MIB
-    assert runtime.engine.bytes_moved == moved
-    assert runtime.space.pool.peak == used
+    assert runtime.memory.bytes_moved == moved
+    assert runtime.memory.space.pool.peak == used

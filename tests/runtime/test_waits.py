@@ -25,10 +25,8 @@ REDUNDANT = {
     CLAIM,
     # The host has waited for new weights of a layer that is read in place, and `Hazards` of the device copy do not
     # know what the host knows.
-    "before < _write_back < _acquire_home < acquire",
+    "before < _bring_home < _acquire_host < acquire",
     "before < _acquire_device < acquire < open_for_update",
-    # The same where `step` waits for every layer.
-    "allocate < allocate < _load < prefetch",
 }
 
 
