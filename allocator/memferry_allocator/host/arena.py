@@ -53,13 +53,11 @@ class ArenaOptions:
     max_chunk: int = MAX_CHUNK
 
     def __post_init__(self) -> None:
-        for name in ("threads", "max_chunk") if self.numa_node is None else ("threads", "numa_node", "max_chunk"):
-            require_int(getattr(self, name), f"arena: {name}")
-        if self.threads < 0:
+        if require_int(self.threads, "arena: threads") < 0:
             raise InvalidRequestError(f"arena: {self.threads} threads; 0 takes all processors")
-        if self.numa_node is not None and self.numa_node < 0:
+        if self.numa_node is not None and require_int(self.numa_node, "arena: numa_node") < 0:
             raise InvalidRequestError(f"arena: numa_node {self.numa_node} is not a node; None takes any")
-        if self.max_chunk < mmap.PAGESIZE:
+        if require_int(self.max_chunk, "arena: max_chunk") < mmap.PAGESIZE:
             raise InvalidRequestError(
                 f"arena: max_chunk {self.max_chunk} is less than a page of {mmap.PAGESIZE} bytes"
             )
@@ -70,7 +68,8 @@ class HostArena:
 
     The arena owns its pages, and whoever holds a slice's array keeps the arena: pages are unmapped only
     when no array of them is left, and after the work of every device.  Sizes are rounded up to whole pages
-    (4 KiB), never further.  Thread-safe.
+    (4 KiB), never further.  Thread-safe.  A finaliser may give back at any time; what else it asks for in the
+    middle of another call of its thread is refused.
 
     Parameters
     ----------
