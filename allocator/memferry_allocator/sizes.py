@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 import re
-from fractions import Fraction
 
 from .errors import InvalidRequestError
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_MOST_BITS = 128
 _PATTERN = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 
 
@@ -45,7 +45,7 @@ def _parse_text(text: str, name: str) -> int:
     number, unit = match.groups()
     decimal = {key.lower(): value for key, value in _DECIMAL.items()}.get(unit.lower())
     if decimal is not None and unit not in _UNITS:
-        exact = int(Fraction(number) * decimal)
+        exact = _times(number, decimal)
         binary = f"{number}{unit[0].upper()}iB"
         raise InvalidRequestError(
             f"{name}: {text!r} is ambiguous; write {binary!r} (binary, {format_size(_scaled(number, unit))}) "
@@ -54,22 +54,34 @@ def _parse_text(text: str, name: str) -> int:
     units = {key.lower(): value for key, value in _UNITS.items()}
     if unit.lower() not in units:
         raise InvalidRequestError(f"{name}: unknown unit in {text!r}; units are B, KiB, MiB, GiB, TiB")
-    return int(Fraction(number) * units[unit.lower()])
+    return _times(number, units[unit.lower()])
 
 
 def _scaled(number: str, unit: str) -> int:
-    return int(Fraction(number) * _UNITS[f"{unit[0].upper()}iB"])
+    return _times(number, _UNITS[f"{unit[0].upper()}iB"])
+
+
+def _times(number: str, unit: int) -> int:
+    whole, _, decimals = number.partition(".")
+    return int(whole + decimals) * unit // int("1" + "0" * len(decimals))
 
 
 def format_size(nbytes: int) -> str:
     """``nbytes`` in the largest binary unit up to GiB that leaves at least 1, e.g. ``"5.50 GiB"``."""
-    value = float(abs(nbytes))
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            digits = 0 if unit == "B" else 2
-            return f"{'-' if nbytes < 0 else ''}{value:.{digits}f} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")
+    size, sign = abs(nbytes), "-" if nbytes < 0 else ""
+    if size.bit_length() > _MOST_BITS:  # Python refuses to write out numbers of thousands of digits
+        return f"{sign}2**{size.bit_length() - 1} B or more"
+    if size < 1024:
+        return f"{sign}{size} B"
+    unit = next((unit for unit in ("KiB", "MiB") if size < _UNITS[unit] << 10), "GiB")
+    hundredths = _divide(100 * size, _UNITS[unit])
+    return f"{sign}{hundredths // 100}.{hundredths % 100:02} {unit}"
+
+
+def _divide(number: int, by: int) -> int:
+    """The nearest integer; the even one of two."""
+    whole, rest = divmod(number, by)
+    return whole + (2 * rest > by or (2 * rest == by and whole % 2))
 
 
 def align_up(value: int, alignment: int) -> int:

@@ -266,3 +266,17 @@ def test_names_and_forks() -> None:
     driver._forked = True
     with pytest.raises(ForkedError):
         adopt(driver, bytearray(N))
+
+
+@pytest.mark.parametrize("wrong", [{"name": 5}, {"name": ["a"]}, {"foreign": "borrow"}])
+def test_what_is_no_name_or_choice(wrong: dict[str, Any]) -> None:
+    driver = EmulatedDriver()
+    with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
+        adopt(driver, bytearray(N), **wrong)
+    assert str(describe(driver)).endswith("0 ranges, 0 B pinned by MemFerry")
+
+
+@pytest.mark.parametrize("driver", [None, EmulatedDriver])
+def test_a_driver_is_needed(driver: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="Driver"):
+        adopt(driver, bytearray(N))

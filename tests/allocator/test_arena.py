@@ -9,8 +9,10 @@ import itertools
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -495,16 +497,163 @@ def test_large_arenas_are_registered_in_chunks() -> None:
     assert registrations(driver).device_ptr(arena.address, 0, arena.nbytes)
 
 
-@pytest.mark.parametrize("wrong", [{"threads": -1}, {"numa_node": -1}, {"max_chunk": 0}])
-def test_options_that_cannot_be(wrong: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"threads": -1}, {"threads": 1.5}, {"threads": None}, {"numa_node": -1}, {"numa_node": "0"},
+        {"max_chunk": 0}, {"max_chunk": 1}, {"max_chunk": PAGE - 1}, {"max_chunk": None}, {"max_chunk": 1e6},
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match="arena"):
-        ArenaOptions(**wrong)  # type: ignore[arg-type]
+        ArenaOptions(**wrong)
 
 
-@pytest.mark.parametrize("nbytes", [1.0, "1", None])
-def test_sizes_are_integers(nbytes: object) -> None:
-    with pytest.raises(InvalidRequestError, match="give an integer"):
-        HostArena(EmulatedDriver(), nbytes)  # type: ignore[arg-type]
+@pytest.mark.parametrize("nbytes", [1.0, "1", None, True])
+def test_sizes_are_integers(nbytes: Any) -> None:
+    arena = HostArena(EmulatedDriver(), PAGE)
+    for call in (lambda size: HostArena(arena.driver, size), arena.cut, arena.allocate):
+        with pytest.raises(InvalidRequestError, match="give an integer"):
+            call(nbytes)
+    with pytest.raises(InvalidRequestError, match="alignment"):
+        arena.allocate(1, alignment=nbytes)
+
+
+@pytest.mark.parametrize("bits", [64, 1024, 20_000])
+def test_sizes_beyond_every_machine(bits: int) -> None:
+    nbytes = 1 << bits  # the largest has more digits than Python writes out
+    arena = HostArena(EmulatedDriver(), PAGE)
+    for call in (lambda size: HostArena(arena.driver, size), arena.cut, arena.allocate):
+        with pytest.raises(OutOfMemory):
+            call(nbytes)
+        with pytest.raises(InvalidRequestError):
+            call(-nbytes)
+    with pytest.raises(InvalidRequestError, match="aligned"):
+        arena.allocate(1, alignment=1 << 20_000)
+    with pytest.raises(OutOfMemory):
+        HostArena(arena.driver, nbytes, LAZY)
+
+
+@pytest.mark.parametrize("driver", [None, 1, EmulatedDriver])
+def test_drivers_are_drivers(driver: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="Driver"):
+        HostArena(driver, PAGE)
+
+
+@pytest.mark.parametrize("options", [{}, {"touch": False}, 0, EmulatedDriver()])
+def test_options_are_its_own(options: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="ArenaOptions"):
+        HostArena(EmulatedDriver(), PAGE, options)
+
+
+@pytest.mark.parametrize(
+    "span", [None, 1, (1, 2), Span(None, None), Span(1, 2.0), Span(0, 1 << 20_000)]  # type: ignore[arg-type]
+)  # fmt: skip
+def test_spans_are_spans(span: Any) -> None:
+    arena = HostArena(EmulatedDriver(), PAGE)
+    for call in (arena.deallocate, arena.array):
+        with pytest.raises(InvalidRequestError, match="arena: "):
+            call(span)
+
+
+# -- finalisers --------------------------------------------------------------------------------------------
+def test_a_finaliser_gives_back_amid_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = HostArena(EmulatedDriver(), 4 * PAGE, LAZY)
+    old, take = arena.allocate(2 * PAGE), arena._parts.take
+
+    def interrupted(nbytes: int, alignment: int) -> Any:
+        taken = take(nbytes, alignment)
+        arena.deallocate(old)  # as a garbage collection may, right here
+        with pytest.raises(InvalidRequestError, match="finaliser"):
+            arena.allocate(1)
+        return taken
+
+    monkeypatch.setattr(arena._parts, "take", interrupted)
+    new = arena.allocate(PAGE)
+    monkeypatch.undo()
+    assert arena.used == PAGE
+    with pytest.raises(InvalidRequestError, match="twice"):
+        arena.deallocate(old)
+    arena.deallocate(new)
+    assert (arena.used, arena.largest_free) == (0, 4 * PAGE)
+
+
+def test_giving_back_never_waits_for_another_thread() -> None:
+    arena = HostArena(EmulatedDriver(), 4 * PAGE, LAZY)
+    span = arena.allocate(4 * PAGE)
+    inside, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with arena._lock:
+            inside.set()
+            assert done.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert inside.wait(60)
+    arena.deallocate(span)
+    with pytest.raises(InvalidRequestError, match="twice"):
+        arena.deallocate(span)
+    done.set()
+    assert arena.allocate(4 * PAGE) == span  # what was put off is taken in before it is found too small
+    holder.join()
+
+
+def test_what_is_put_off_is_taken_in_before_memory_runs_out() -> None:
+    arena = HostArena(EmulatedDriver(), 4 * PAGE, LAZY)
+    span = arena.allocate(4 * PAGE)
+    with arena._lock:
+        arena.deallocate(span)
+    for look in (lambda: arena.used == 0, lambda: arena.largest_free == 4 * PAGE):
+        span = arena.allocate(4 * PAGE)
+        arena._live.remove(span)
+        arena._lock._late.append(lambda span=span: arena._parts.give(span, []))  # the holder has not looked yet
+        assert look()
+    span = arena.allocate(4 * PAGE)
+    arena._live.remove(span)
+    arena._lock._late.append(lambda: arena._parts.give(span, []))
+    assert arena.allocate(4 * PAGE) == span
+
+
+def test_objects_in_cycles_give_back_in_their_finalisers() -> None:
+    arena = HostArena(EmulatedDriver(), 64 * MIB, LAZY)
+
+    class Entry:
+        def __init__(self) -> None:
+            self.me = self
+            weakref.finalize(self, arena.deallocate, arena.allocate(PAGE)).atexit = False
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(20, 2, 2)
+    try:
+        for _ in range(5000):
+            Entry()
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert arena.used == 0
+
+
+@pytest.mark.parametrize("kind", ["list", "no event", "no stream", "captured", "another driver", "foreign stream"])
+def test_uses_that_say_nothing(machine: Machine, kind: str) -> None:
+    arena, stream, foreign = HostArena(machine.driver, PAGE), machine.stream(), EmulatedDriver().create_stream(0)
+    captured = stream.record()
+    captured.captured()
+    uses: Any = {
+        "list": [stream],
+        "no event": {stream: None},
+        "no stream": {1: stream.record()},
+        "captured": {stream: captured},
+        "another driver": {stream: foreign.record()},
+        "foreign stream": {foreign: stream.record()},
+    }[kind]
+    span = arena.allocate(PAGE)
+    with pytest.raises(InvalidRequestError, match="uses"):
+        arena.deallocate(span, uses=uses)
+    assert arena.used == PAGE
+    arena.deallocate(span, uses={stream: stream.record()})
+    stream.synchronize()
+    assert arena.allocate(PAGE) == span
 
 
 # -- life --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -457,7 +458,9 @@ def test_is_registered() -> None:
 def test_what_is_no_range(where: object, nbytes: object) -> None:
     driver = Counting()
     known = registrations(driver)
-    for call in (known.register, lambda at, size: known.device_ptr(at, 0, size)):
+    for call in (
+        known.register, known.covers, known.split, known.is_clear, lambda at, size: known.device_ptr(at, 0, size),
+    ):  # fmt: skip
         with pytest.raises(InvalidRequestError, match="range"):
             call(where, nbytes)  # type: ignore[operator]
     assert driver.calls == []
@@ -551,6 +554,11 @@ def test_entries_of_a_forked_child() -> None:
         lambda: known.device_ptr(address(data), 0),
         lambda: known.covers(address(data), 1),
         lambda: known.split(address(data), 1),
+        lambda: known.is_clear(address(data), 1),
+        lambda: known.nbytes,
+        lambda: held.stale,
+        lambda: arena.used,
+        lambda: arena.largest_free,
         held.close,
         arena.close,
         lambda: arena.cut(1),
@@ -564,6 +572,43 @@ def test_entries_of_a_forked_child() -> None:
     driver._forked = False
     held.close()
     assert driver.registered == PAGE
+
+
+FORK_UNDER_LOCKS = """
+import os, signal, threading, warnings
+from memferry_allocator import EmulatedDriver, ForkedError, HostArena, registrations
+warnings.simplefilter("ignore", DeprecationWarning)  # Python's, about threads
+driver = EmulatedDriver()
+arena, known = HostArena(driver, 4096), registrations(driver)
+held, inside, done = arena.registration, threading.Event(), threading.Event()
+def hold():
+    with known._lock, arena._lock:
+        inside.set()
+        done.wait()
+thread = threading.Thread(target=hold)
+thread.start()
+inside.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)  # ends the process if it hangs
+    raised = 0
+    for entry in (
+        lambda: arena.used, lambda: arena.largest_free, lambda: known.is_clear(0, 1), lambda: known.nbytes,
+        lambda: held.stale, lambda: known.why_stale(held),
+    ):
+        try:
+            entry()
+        except ForkedError:
+            raised += 1
+    os._exit(raised + 10 * ("open" in repr(held)))
+done.set()
+thread.join()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_while_another_thread_held_the_locks() -> None:
+    assert in_a_process(FORK_UNDER_LOCKS) == "16"
 
 
 FORK = """
@@ -681,3 +726,31 @@ def test_two_threads_ask_for_the_map_of_a_new_driver() -> None:
         for thread in threads:
             thread.join()
         assert all(one is other for one, other in itertools.pairwise(found))
+
+
+@pytest.mark.parametrize("name", [5, None, b"a", ["a"]])
+def test_names_are_text(name: Any) -> None:
+    driver, data = EmulatedDriver(), pages(PAGE)
+    with pytest.raises(InvalidRequestError, match="name="):
+        registrations(driver).register(address(data), PAGE, name=name)
+    assert driver.registered == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"foreign": "borrow"}, {"foreign": None}, {"max_chunk": "1"}, {"max_chunk": 1.5}]
+)
+def test_choices_that_are_none(wrong: dict[str, Any]) -> None:
+    driver, data = EmulatedDriver(), pages(PAGE)
+    if "max_chunk" in wrong:
+        with pytest.raises(InvalidRequestError, match="max_chunk"):
+            RegistrationMap(driver, **wrong)
+    with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
+        registrations(driver).register(address(data), PAGE, **wrong)
+    assert driver.registered == 0
+
+
+@pytest.mark.parametrize("driver", [None, "emulated", EmulatedDriver])
+def test_maps_are_of_drivers(driver: Any) -> None:
+    for call in (registrations, RegistrationMap):
+        with pytest.raises(InvalidRequestError, match="Driver"):
+            call(driver)

@@ -203,7 +203,7 @@ def test_arenas_of_nothing(nbytes: int) -> None:
         SharedArena.create(EmulatedDriver(), nbytes)
 
 
-@pytest.mark.parametrize("nbytes", [1 << 44, 1 << 62, 1 << 63, 1 << 90])
+@pytest.mark.parametrize("nbytes", [1 << 44, 1 << 62, 1 << 63, 1 << 90, 1 << 1024])
 def test_arenas_larger_than_the_machine(nbytes: int) -> None:
     before = descriptors()
     with pytest.raises(OutOfMemory) as caught:
@@ -261,3 +261,61 @@ def test_handles_are_only_for_other_processes() -> None:
     assert descriptors() == before
     with pytest.raises(TypeError):
         pickle.dumps(arena)
+
+
+def test_a_handle_outlives_the_arena_that_made_it() -> None:
+    before, driver = descriptors(), EmulatedDriver()
+    arena = SharedArena.create(driver, PAGE)
+    handle = arena.handle()
+    arena.array()[:] = 1
+    arena.close()
+    other = SharedArena.create(driver, PAGE)  # may get the descriptor's number
+    other.array()[:] = 2
+    again = handle.attach(driver)
+    assert set(again.array()) == {1}
+    for held in (again, other):
+        held.close()
+    del handle
+    assert descriptors() == before
+
+
+def test_a_number_that_means_another_file_by_now() -> None:
+    driver = EmulatedDriver()
+    arena, other = SharedArena.create(driver, PAGE), SharedArena.create(driver, PAGE)
+    handle = arena.handle()
+    os.dup2(other.fd, handle.fd, inheritable=False)
+    with pytest.raises(InvalidRequestError, match="another file"):
+        handle.attach(driver)
+    assert driver.registered == 2 * PAGE
+
+
+@pytest.mark.parametrize("fd", [-1, None, 1 << 63, "1", 1.0])
+def test_what_is_no_descriptor(fd: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"handle\(\)"):
+        SharedArena.attach(EmulatedDriver(), fd, PAGE)
+
+
+@pytest.mark.parametrize("nbytes", [None, 1.0, "1", True, -(1 << 1024)])
+def test_sizes_are_integers(nbytes: Any) -> None:
+    before, driver = descriptors(), EmulatedDriver()
+    arena = SharedArena.create(driver, PAGE)
+    with pytest.raises(InvalidRequestError, match="shared arena"):
+        SharedArena.create(driver, nbytes)
+    with pytest.raises(InvalidRequestError, match="shared arena"):
+        SharedArena.attach(driver, arena.fd, nbytes)
+    arena.close()
+    assert descriptors() == before
+
+
+def test_other_arguments_have_their_types() -> None:
+    arena = SharedArena.create(EmulatedDriver(), PAGE)
+    nothing: Any = None
+    for call in (
+        lambda: SharedArena.create(nothing, PAGE),
+        lambda: SharedArena.attach(nothing, arena.fd, PAGE),
+        lambda: arena.handle().attach(nothing),
+        lambda: arena.array(Span(nothing, nothing)),
+        lambda: arena.array(0),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidRequestError):
+            call()

@@ -136,10 +136,23 @@ def test_decimal_units_are_refused_with_both_ways_out(text: str, binary: str, ex
         (5 * (1 << 30) + (1 << 29), "5.50 GiB"),
         (1 << 50, "1048576.00 GiB"),
         (-2048, "-2.00 KiB"),
+        ((1 << 10) + 5, "1.00 KiB"),
+        (1 << 100, f"{1 << 70}.00 GiB"),
+        (1 << 1024, "2**1024 B or more"),
     ],
 )
 def test_format(nbytes: int, text: str) -> None:
     assert format_size(nbytes) == text
+
+
+def test_numbers_that_python_does_not_write_out() -> None:
+    assert format_size(-(10**5000)) == "-2**16609 B or more"
+
+
+@given(st.integers(1024, 1 << 53))
+def test_two_digits_as_python_rounds_them(nbytes: int) -> None:
+    number, unit = format_size(nbytes).split()
+    assert number == f"{nbytes / UNITS[unit]:.2f}"
 
 
 @given(st.integers(1, 1 << 60))

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from ..driver import Driver, Span
 from ..errors import ClosedError, InvalidRequestError
 from . import libc
+from .checks import require_driver
 from .handle import Registration
 from .ledger import Foreign
 from .pages import as_array
@@ -102,7 +103,7 @@ def adopt(
     RegistrationError, UnsupportedError, ForkedError
         See `RegistrationMap.register`.
     """
-    driver.require_usable()
+    require_driver(driver, "adopt").require_usable()
     kind = type(obj).__name__
     view = _contiguous(obj, kind)
     if read_only is None:

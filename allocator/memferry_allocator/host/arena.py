@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
-import operator
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,8 +14,10 @@ from ..driver import Driver, Event, Span, Stream
 from ..errors import ClosedError, InvalidRequestError, OutOfMemory
 from ..sizes import align_up, format_size
 from . import libc, numa
+from .checks import require_driver, require_int, require_span, require_uses
 from .handle import Registration
 from .limits import require_memory
+from .lock import FinaliserLock
 from .pages import HostPages, as_array
 from .registration import MAX_CHUNK, registrations
 from .suballocator import SubAllocator, Taken, uses_of
@@ -41,7 +42,7 @@ class ArenaOptions:
     numa_node : int or None
         Take the pages from this NUMA node.  `HostArena.notes` says where that could not be done.
     max_chunk : int
-        Most bytes that are registered in one driver call.
+        Most bytes that are registered in one driver call, at least a page.
     """
 
     huge_pages: bool = True
@@ -52,12 +53,14 @@ class ArenaOptions:
     max_chunk: int = MAX_CHUNK
 
     def __post_init__(self) -> None:
-        if self.threads < 0:
+        if require_int(self.threads, "arena: threads") < 0:
             raise InvalidRequestError(f"arena: {self.threads} threads; 0 takes all processors")
-        if self.numa_node is not None and self.numa_node < 0:
+        if self.numa_node is not None and require_int(self.numa_node, "arena: numa_node") < 0:
             raise InvalidRequestError(f"arena: numa_node {self.numa_node} is not a node; None takes any")
-        if self.max_chunk <= 0:
-            raise InvalidRequestError(f"arena: max_chunk {self.max_chunk} is not more than zero bytes")
+        if require_int(self.max_chunk, "arena: max_chunk") < mmap.PAGESIZE:
+            raise InvalidRequestError(
+                f"arena: max_chunk {self.max_chunk} is less than a page of {mmap.PAGESIZE} bytes"
+            )
 
 
 class HostArena:
@@ -65,7 +68,8 @@ class HostArena:
 
     The arena owns its pages, and whoever holds a slice's array keeps the arena: pages are unmapped only
     when no array of them is left, and after the work of every device.  Sizes are rounded up to whole pages
-    (4 KiB), never further.  Thread-safe.
+    (4 KiB), never further.  Thread-safe.  A finaliser may give back at any time; what else it asks for in the
+    middle of another call of its thread is refused.
 
     Parameters
     ----------
@@ -95,21 +99,24 @@ class HostArena:
     """
 
     def __init__(self, driver: Driver, nbytes: int, options: ArenaOptions | None = None) -> None:
-        driver.require_usable()
-        if _as_size(nbytes) <= 0:
-            raise InvalidRequestError(f"arena: {nbytes} is not more than zero bytes")
+        require_driver(driver, "arena").require_usable()
+        size = require_int(nbytes, "arena")
+        if size <= 0:
+            raise InvalidRequestError(f"arena: {format_size(size)} is not more than zero bytes")
+        if not isinstance(options, ArenaOptions | None):
+            raise InvalidRequestError(f"arena: options={options!r} are not ArenaOptions")
         self.driver = driver
         self.options = options or ArenaOptions()
-        self.nbytes = align_up(_as_size(nbytes), mmap.PAGESIZE)
+        self.nbytes = align_up(size, mmap.PAGESIZE)
         if self.options.touch:
             require_memory(self.nbytes, "host arena")
         self._pages = HostPages.anonymous(self.nbytes)
         self.address = self._pages.address
         self.registration: Registration | None = None
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = FinaliserLock()  # guards the parts
         self._parts = SubAllocator(self.address, self.nbytes)
-        self._live: dict[int, int] = {}
+        self._live: set[Span] = set()  # adding and removing one is a single step of the interpreter
         self._peak = 0
         try:
             self._prepare()
@@ -135,7 +142,9 @@ class HostArena:
     @property
     def used(self) -> int:
         """Bytes cut off and allocated now, and what the alignment of cuts has left out."""
+        self.driver.require_usable()
         with self._lock:
+            self._settle()
             return self.nbytes - self._parts.free
 
     @property
@@ -146,7 +155,9 @@ class HostArena:
     @property
     def largest_free(self) -> int:
         """Bytes of the largest part that could be allocated now."""
+        self.driver.require_usable()
         with self._lock:
+            self._settle()
             return self._parts.largest
 
     @property
@@ -163,10 +174,11 @@ class HostArena:
         OutOfMemory
             The rest of the arena is smaller.
         """
-        nbytes = self._require_request("cut", nbytes, alignment)
+        nbytes, alignment = self._require_request("cut", nbytes, alignment)
         if nbytes == 0:
             return Span(self.address, 0)
         with self._lock:
+            self._settle()
             taken = self._parts.take_next(nbytes, alignment)
             if taken is None:
                 raise self._out_of_memory(nbytes, alignment, self._parts.tail)
@@ -185,21 +197,21 @@ class HostArena:
         OutOfMemory
             No free part is large enough; nothing was changed.
         """
-        nbytes = self._require_request("allocate", nbytes, alignment)
+        nbytes, alignment = self._require_request("allocate", nbytes, alignment)
         if nbytes == 0:
             return Span(self.address, 0)
         with self._lock:
+            self._settle()
             taken = self._parts.take(nbytes, alignment)
             if taken is None:
                 raise self._out_of_memory(nbytes, alignment, self._parts.largest)
             self._count()
         self._await(taken)
-        with self._lock:  # only now: nobody can give back what was not handed out
-            self._live[taken.span.ptr] = nbytes
+        self._live.add(taken.span)  # only now: nobody can give back what was not handed out
         return taken.span
 
     def deallocate(self, span: Span, *, uses: Mapping[Stream, Event] | None = None) -> None:
-        """Give back what `allocate` returned.
+        """Give back what `allocate` returned.  It never waits: a finaliser may call it, whatever it interrupts.
 
         Parameters
         ----------
@@ -212,18 +224,22 @@ class HostArena:
         ------
         InvalidRequestError
             Not a span that is allocated here: given back twice, a part of one, a cut, or another arena's.
+            Or `uses` has what is no stream and event of this driver, or an event of a graph capture.
+            Nothing was changed.
         """
         self._require_open()
+        span = require_span(span, "arena")
+        after = uses_of(span, require_uses(uses, self.driver, "arena"))
         if span.nbytes == 0 and span.ptr == self.address:
             return
-        with self._lock:
-            if self._live.get(span.ptr) != span.nbytes:
-                raise InvalidRequestError(
-                    f"host arena: {span.nbytes} bytes at {span.ptr:#x} are not allocated here; they were given "
-                    "back twice, are a part of an allocation, were cut, or are another arena's"
-                )
-            del self._live[span.ptr]
-            self._parts.give(span, uses_of(span, uses or {}))
+        try:
+            self._live.remove(span)
+        except KeyError:
+            raise InvalidRequestError(
+                f"host arena: {span.nbytes} bytes at {span.ptr:#x} are not allocated here; they were given "
+                "back twice, are a part of an allocation, were cut, or are another arena's"
+            ) from None
+        self._give(Taken(span, after))
 
     def array(self, span: Span) -> npt.NDArray[np.uint8]:
         """The bytes of a slice as a NumPy array that keeps the arena mapped.
@@ -234,6 +250,7 @@ class HostArena:
             `span` is not inside the arena.
         """
         self._require_open()
+        span = require_span(span, "arena")
         if span.nbytes < 0 or span.ptr < self.address or span.ptr + span.nbytes > self.address + self.nbytes:
             raise InvalidRequestError(
                 f"arena: {span.nbytes} bytes at {span.ptr:#x} are not inside its {self.nbytes} bytes at "
@@ -260,12 +277,25 @@ class HostArena:
         if self._closed:
             raise ClosedError("arena: it was closed; make a new HostArena")
 
-    def _require_request(self, call: str, nbytes: int, alignment: int) -> int:
+    def _settle(self) -> None:
+        """Take in what was given back meanwhile, for who has just taken the lock."""
+        if not self._lock.settle():
+            raise InvalidRequestError(
+                "arena: a finaliser asks for this in the middle of another call of its thread; there it may only "
+                "give back"
+            )
+
+    def _give(self, taken: Taken) -> None:
+        self._lock.finalise(functools.partial(self._parts.give, taken.span, taken.uses))
+
+    def _require_request(self, call: str, nbytes: int, alignment: int) -> tuple[int, int]:
         self._require_open()
-        size = _as_size(nbytes)
-        if size < 0 or alignment <= 0 or alignment & (alignment - 1):
-            raise InvalidRequestError(f"arena: cannot {call} {nbytes} bytes aligned to {alignment}")
-        return size
+        size, alignment = require_int(nbytes, "arena: bytes"), require_int(alignment, "arena: alignment")
+        if size < 0 or alignment <= 0 or alignment & (alignment - 1) or alignment.bit_length() > 64:
+            raise InvalidRequestError(
+                f"arena: cannot {call} {format_size(size)} aligned to {format_size(alignment)}"
+            )
+        return size, alignment
 
     def _await(self, taken: Taken) -> None:
         """Wait, outside the lock, until nobody uses a part any more; give it back if that fails."""
@@ -273,8 +303,7 @@ class HostArena:
             for event in {use.event for use in taken.uses}:
                 event.synchronize()
         except BaseException:
-            with self._lock:
-                self._parts.give(taken.span, taken.uses)
+            self._give(taken)
             raise
 
     def _count(self) -> None:
@@ -290,10 +319,3 @@ class HostArena:
             limit=self.nbytes,
             budget="host arena",
         )
-
-
-def _as_size(nbytes: int) -> int:
-    try:
-        return operator.index(nbytes)
-    except TypeError:
-        raise InvalidRequestError(f"arena: {nbytes!r} is not a number of bytes; give an integer") from None

@@ -41,7 +41,9 @@ class Registration:
         self._finalizer.atexit = False  # the driver may be going down
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else "stale" if self.stale else "open"
+        # `stale` takes a lock, which another thread may have held at a fork.
+        gone = any(chunk.gone or chunk.witness.contradiction() for chunk in tuple(self._hold.chunks))
+        state = "closed" if self.closed else "stale" if gone else "open"
         return f"<Registration {self.name or 'unnamed'}: {self.nbytes} bytes at {self.address:#x}, {state}>"
 
     def __enter__(self) -> Registration:

@@ -10,8 +10,6 @@ import threading
 from functools import cache
 from typing import Any
 
-from cffi import FFI
-
 PROT_READ_WRITE = 1 | 2
 MAP_SHARED = 0x01
 MAP_PRIVATE_ANONYMOUS = 0x02 | 0x20
@@ -20,9 +18,6 @@ MS_ASYNC = 1
 MPOL_BIND = 2
 _MBIND = {"x86_64": 237, "aarch64": 235, "ppc64le": 259}  # the C library has no function for it
 
-ffi = FFI()
-
-
 _opening = threading.RLock()
 
 
@@ -30,12 +25,22 @@ _opening = threading.RLock()
 def libc() -> Any:
     """The C library, opened at first use."""
     with _opening:
-        return _open()
+        return _open()[1]
 
 
 @cache
-def _open() -> Any:
-    ffi.cdef("""
+def ffi() -> Any:
+    """What the C library was opened with."""
+    with _opening:
+        return _open()[0]
+
+
+@cache
+def _open() -> tuple[Any, Any]:
+    from cffi import FFI  # here: its import takes longer than that of all our modules
+
+    made = FFI()
+    made.cdef("""
         void *mmap(void *addr, size_t length, int prot, int flags, int fd, long offset);
         int munmap(void *addr, size_t length);
         int madvise(void *addr, size_t length, int advice);
@@ -43,15 +48,15 @@ def _open() -> Any:
         long syscall(long number, ...);
         void *memset(void *s, int c, size_t n);
     """)
-    return ffi.dlopen(None)
+    return made, made.dlopen(None)
 
 
 def pointer(address: int) -> Any:
-    return ffi.cast("void *", address)
+    return ffi().cast("void *", address)
 
 
 def os_error(call: str) -> OSError:
-    code = ffi.errno
+    code = ffi().errno
     return OSError(code, f"{call}: {os.strerror(code)} ({errno.errorcode.get(code, code)})")
 
 
@@ -66,7 +71,7 @@ def map_shared(fd: int, nbytes: int) -> int:
 
 
 def _map(nbytes: int, flags: int, fd: int) -> int:
-    address = int(ffi.cast("intptr_t", libc().mmap(ffi.NULL, nbytes, PROT_READ_WRITE, flags, fd, 0)))
+    address = int(ffi().cast("intptr_t", libc().mmap(ffi().NULL, nbytes, PROT_READ_WRITE, flags, fd, 0)))
     if address == -1:
         raise os_error(f"mmap of {nbytes} bytes")
     return address
@@ -99,15 +104,15 @@ def bind(address: int, nbytes: int, node: int) -> None:
     number = _MBIND.get(platform.machine())
     if number is None:
         raise OSError(errno.ENOSYS, f"mbind: its number on {platform.machine()} is not known")
-    words = ffi.new("unsigned long[]", node // 64 + 1)
+    words = ffi().new("unsigned long[]", node // 64 + 1)
     words[node // 64] = 1 << node % 64
     arguments = [
         pointer(address),
-        ffi.cast("unsigned long", nbytes),
-        ffi.cast("int", MPOL_BIND),
+        ffi().cast("unsigned long", nbytes),
+        ffi().cast("int", MPOL_BIND),
         words,
-        ffi.cast("unsigned long", 64 * len(words) + 1),  # the kernel reads one bit less
-        ffi.cast("unsigned int", 0),
+        ffi().cast("unsigned long", 64 * len(words) + 1),  # the kernel reads one bit less
+        ffi().cast("unsigned int", 0),
     ]
     if libc().syscall(number, *arguments) != 0:
         raise os_error(f"mbind of {nbytes} bytes to node {node}")
@@ -115,4 +120,4 @@ def bind(address: int, nbytes: int, node: int) -> None:
 
 def address_of(buffer: Any) -> int:
     """Where the bytes of a contiguous buffer begin."""
-    return int(ffi.cast("uintptr_t", ffi.from_buffer(buffer)))
+    return int(ffi().cast("uintptr_t", ffi().from_buffer(buffer)))

@@ -34,6 +34,14 @@ class FinaliserLock:
         self._late.append(action)
         self._run_late()
 
+    def settle(self) -> bool:
+        """For who has just entered: do now what is late; False if this thread was inside, amid a change."""
+        if self._depth > 1:
+            return False
+        while self._late:
+            self._late.popleft()()
+        return True
+
     def _run_late(self) -> None:
         # Looked at again after every release: what was added while somebody held the lock is not left lying.
         while self._late and self._lock.acquire(blocking=False):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +54,8 @@ class HostPages:
 
     def touch(self, threads: int = 0) -> None:
         """Make every page resident and zero, each thread its own contiguous share; 0 takes all processors."""
+        from concurrent.futures import ThreadPoolExecutor  # here: its import takes milliseconds
+
         workers = threads or len(os.sched_getaffinity(0))
         share = align_up(-(-self.nbytes // workers), HUGE_PAGE)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import threading
 from weakref import WeakSet
 
 from ..driver import Driver, Span
 from ..errors import AllocatorError, ForkedError, InvalidRequestError
+from .checks import require_driver, require_int
 from .chunk import Chunk, Hold
 from .handle import Registration
 from .ledger import Foreign, Ledger
@@ -33,7 +33,7 @@ class RegistrationMap:
     """
 
     def __init__(self, driver: Driver, *, max_chunk: int = MAX_CHUNK) -> None:
-        self.driver = driver
+        self.driver = require_driver(driver, "registration")
         self.max_chunk = _chunk_size(max_chunk)
         self._lock = FinaliserLock()
         self._ledger = Ledger(driver)
@@ -79,7 +79,8 @@ class RegistrationMap:
         Raises
         ------
         InvalidRequestError
-            Not a range of addresses, or registered read-only and now to be written.
+            Not a range of addresses, or registered read-only and now to be written; or `name` is no text, or
+            `foreign` no `Foreign`.
         RegistrationError
             The driver refused a part; it says why.  The parts before it are unregistered again.
         UnsupportedError
@@ -88,6 +89,10 @@ class RegistrationMap:
             This process is a child of the one that opened the driver.
         """
         span = _as_range(address, nbytes)
+        if not isinstance(name, str):
+            raise InvalidRequestError(f"registration: name={name!r} is not text; give a str")
+        if not isinstance(foreign, Foreign):
+            raise InvalidRequestError(f"registration: foreign={foreign!r} is not Foreign.REFUSE or Foreign.BORROW")
         largest = self.max_chunk if max_chunk is None else _chunk_size(max_chunk)
         self.driver.require_usable()
         hold = Hold(name, owner)
@@ -130,6 +135,7 @@ class RegistrationMap:
         range that its owner has unregistered.  Private anonymous pages that were replaced by others of that
         kind are found as long as the new ones were not touched.
         """
+        self.driver.require_usable()
         with self._lock:
             found = (self._ledger.why_stale(chunk) for chunk in registration._hold.chunks)
             return next((why for why in found if why), "")
@@ -171,15 +177,17 @@ class RegistrationMap:
 
         The pieces follow one another and are together the range; an empty range has none.
         """
+        span = _as_range(address, nbytes)
         self.driver.require_usable()
         with self._lock:
-            return self._ledger.table.split(address, nbytes)
+            return self._ledger.table.split(*span)
 
     def covers(self, address: int, nbytes: int) -> bool:
         """Whether every byte of a host range is registered through this map."""
+        span = _as_range(address, nbytes)
         self.driver.require_usable()
         with self._lock:
-            return not self._ledger.table.gaps(address, nbytes)
+            return not self._ledger.table.gaps(*span)
 
     def is_registered(self, address: int, nbytes: int = 1) -> bool:
         """`covers`, for one byte unless more are asked for."""
@@ -187,8 +195,10 @@ class RegistrationMap:
 
     def is_clear(self, address: int, nbytes: int) -> bool:
         """Whether no byte of a host range is registered through this map."""
+        span = _as_range(address, nbytes)
+        self.driver.require_usable()
         with self._lock:
-            return not self._ledger.table.overlapping(address, nbytes)
+            return not self._ledger.table.overlapping(*span)
 
     def snapshot(self) -> list[tuple[Chunk, str]]:
         """Every chunk, in order of address, and why it is stale; none in a forked child."""
@@ -202,17 +212,16 @@ class RegistrationMap:
     @property
     def nbytes(self) -> int:
         """Bytes registered through this map now; borrowed ones are their owner's."""
+        self.driver.require_usable()
         with self._lock:
             return self._ledger.nbytes
 
 
 def _as_range(address: int, nbytes: int) -> Span:
-    try:
-        span = Span(operator.index(address), operator.index(nbytes))
-    except TypeError:
-        raise InvalidRequestError(
-            f"registration: {nbytes!r} bytes at {address!r} is no range; give address and size as integers"
-        ) from None
+    span = Span(
+        require_int(address, "registration: start of the range"),
+        require_int(nbytes, "registration: bytes of the range"),
+    )
     if span.ptr < 0 or span.nbytes < 0 or span.ptr + span.nbytes > _END:
         raise InvalidRequestError(
             f"registration: {span.nbytes} bytes at {span.ptr:#x} is no range of 64-bit addresses"
@@ -221,6 +230,7 @@ def _as_range(address: int, nbytes: int) -> Span:
 
 
 def _chunk_size(nbytes: int) -> int:
+    nbytes = require_int(nbytes, "registration: max_chunk")
     if nbytes <= 0:
         raise InvalidRequestError(f"registration: max_chunk {nbytes} is not more than zero bytes")
     return nbytes
@@ -238,7 +248,7 @@ def all_maps() -> list[RegistrationMap]:
 
 def registrations(driver: Driver) -> RegistrationMap:
     """The map of `driver`: one for the whole process, since registrations are."""
-    found = getattr(driver, "_registration_map", None)
+    found: RegistrationMap | None = getattr(require_driver(driver, "registrations"), "_registration_map", None)
     if found is None:
         made = RegistrationMap(driver)
         with _maps_lock:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import mmap
-import multiprocessing.reduction
 import os
 import weakref
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from ..driver import Driver, Span
 from ..errors import ClosedError, InvalidRequestError, OutOfMemory
 from ..sizes import align_up, format_size
 from . import libc
+from .checks import require_driver, require_int, require_span
 from .limits import require_memory
 from .pages import HostPages, as_array
 from .registration import registrations
@@ -73,9 +73,10 @@ class SharedArena:
         RegistrationError, ForkedError
             See `RegistrationMap.register`; nothing is left.
         """
-        driver.require_usable()
+        require_driver(driver, "shared arena").require_usable()
+        nbytes = require_int(nbytes, "shared arena")
         if nbytes <= 0:
-            raise InvalidRequestError(f"shared arena: {nbytes} is not more than zero bytes")
+            raise InvalidRequestError(f"shared arena: {format_size(nbytes)} is not more than zero bytes")
         nbytes = align_up(nbytes, mmap.PAGESIZE)
         require_memory(nbytes, "shared arena")
         fd = os.memfd_create("memferry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -106,19 +107,14 @@ class SharedArena:
         InvalidRequestError
             `fd` is no such descriptor, its file is of another size or could still shrink; nothing was changed.
         """
-        driver.require_usable()
+        require_driver(driver, "shared arena").require_usable()
+        own = _duplicate(fd)
         try:
-            seals, found = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
-        except OSError as error:
-            raise InvalidRequestError(
-                f"shared arena: descriptor {fd} is not that of a SharedArena ({error}); send its handle()"
-            ) from None
-        if not seals & fcntl.F_SEAL_SHRINK or found != nbytes or nbytes <= 0:
-            raise InvalidRequestError(
-                f"shared arena: descriptor {fd} has {found} bytes and seals {seals:#x}, asked for {nbytes} bytes "
-                "that cannot shrink; attach with the creator's own handle()"
-            )
-        return cls(driver, os.dup(fd), nbytes)
+            _require_pages(own, fd, require_int(nbytes, "shared arena"))
+        except BaseException:
+            os.close(own)
+            raise
+        return cls(driver, own, nbytes)
 
     @property
     def span(self) -> Span:
@@ -132,12 +128,13 @@ class SharedArena:
     def handle(self) -> SharedHandle:
         """What another process attaches with; see `SharedHandle`."""
         self._require_open()
-        return SharedHandle(self.fd, self.nbytes, self)
+        fd = _duplicate(self.fd)
+        return SharedHandle(fd, self.nbytes, _identity(fd), _Descriptor(fd))
 
     def array(self, span: Span | None = None) -> npt.NDArray[np.uint8]:
         """The bytes of a part, or of all, as an array that keeps the arena mapped."""
         self._require_open()
-        span = span or self.span
+        span = self.span if span is None else require_span(span, "shared arena")
         if span.nbytes < 0 or span.ptr < self.address or span.ptr + span.nbytes > self.address + self.nbytes:
             raise InvalidRequestError(
                 f"shared arena: {span.nbytes} bytes at {span.ptr:#x} are not inside its {self.nbytes} bytes at "
@@ -168,33 +165,72 @@ class SharedArena:
 class SharedHandle:
     """A shared arena on its way to another process, as an argument of a `multiprocessing` process or in a queue.
 
-    The descriptor travels with it, by inheritance or over a socket, never by name; keep the arena open until
-    the other process has attached.  It is only pickled by `multiprocessing`, and unpickled once.
+    It has a descriptor of its own, which travels by inheritance or over a socket, never by name, and is closed
+    with it; the arena may be closed before.  It is only pickled by `multiprocessing`, and unpickled once.
     """
 
     fd: int
     nbytes: int
+    identity: tuple[int, int]  # of the file: a descriptor's number may come to mean another one
     keeper: object = None
 
     def attach(self, driver: Driver) -> SharedArena:
         """`SharedArena.attach` in the process that has received it."""
-        return SharedArena.attach(driver, self.fd, self.nbytes)
+        arena = SharedArena.attach(driver, self.fd, self.nbytes)
+        if _identity(arena.fd) != self.identity:
+            arena.close()
+            raise InvalidRequestError(
+                f"shared arena: the handle's descriptor {self.fd} was closed, and is another file's now; make a "
+                "new handle(), and unpickle it once"
+            )
+        return arena
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (multiprocessing.reduction.DupFd(self.fd), self.nbytes)
+        from multiprocessing.reduction import DupFd  # here: few need it, and its import takes milliseconds
+
+        return _received, (DupFd(self.fd), self.nbytes, self.identity)
 
 
-class _Received:
-    """A descriptor that has arrived; closed with the handle that it came in."""
+class _Descriptor:
+    """A handle's own descriptor; closed with it."""
 
     def __init__(self, fd: int) -> None:
         weakref.finalize(self, _close, fd, os.getpid()).atexit = False
 
 
-def _received(duplicate: Any, nbytes: int) -> SharedHandle:
+def _received(duplicate: Any, nbytes: int, identity: tuple[int, int]) -> SharedHandle:
     fd = duplicate.detach()
     os.set_inheritable(fd, False)
-    return SharedHandle(fd, nbytes, _Received(fd))
+    return SharedHandle(fd, nbytes, identity, _Descriptor(fd))
+
+
+def _duplicate(fd: int) -> int:
+    try:
+        return os.dup(fd)
+    except (OSError, OverflowError, TypeError) as error:
+        raise InvalidRequestError(
+            f"shared arena: {fd!r} is not the descriptor of a SharedArena ({error}); send its handle()"
+        ) from None
+
+
+def _require_pages(own: int, fd: int, nbytes: int) -> None:
+    """Refuse what are not `nbytes` bytes that cannot shrink; `fd` is what the caller calls it."""
+    try:
+        seals, found = fcntl.fcntl(own, fcntl.F_GET_SEALS), os.fstat(own).st_size
+    except OSError as error:
+        raise InvalidRequestError(
+            f"shared arena: descriptor {fd} is not that of a SharedArena ({error}); send its handle()"
+        ) from None
+    if not seals & fcntl.F_SEAL_SHRINK or found != nbytes or nbytes <= 0:
+        raise InvalidRequestError(
+            f"shared arena: descriptor {fd} has {found} bytes and seals {seals:#x}, asked for "
+            f"{format_size(nbytes)} that cannot shrink; attach with the creator's own handle()"
+        )
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def _map(fd: int, nbytes: int) -> int:
