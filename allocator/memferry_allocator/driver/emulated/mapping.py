@@ -9,18 +9,9 @@ import weakref
 from functools import cache
 from typing import Any
 
-from cffi import FFI
-
 _NO_ACCESS, _READ_WRITE = 0, 1 | 2
 _SHARED, _PRIVATE, _FIXED, _ANONYMOUS, _NO_RESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
-
-_ffi = FFI()
-_ffi.cdef("""
-    void *mmap(void *addr, size_t length, int prot, int flags, int fd, long offset);
-    int munmap(void *addr, size_t length);
-    int fallocate(int fd, int mode, long offset, long len);
-""")
 
 
 class RealPages:
@@ -72,22 +63,38 @@ class RealRange:
 
 
 @cache
+def _open() -> tuple[Any, Any]:
+    from cffi import FFI  # here: its import takes longer than that of all our modules
+
+    made = FFI()
+    made.cdef("""
+        void *mmap(void *addr, size_t length, int prot, int flags, int fd, long offset);
+        int munmap(void *addr, size_t length);
+        int fallocate(int fd, int mode, long offset, long len);
+    """)
+    return made, made.dlopen(None)
+
+
 def _libc() -> Any:
-    return _ffi.dlopen(None)
+    return _open()[1]
+
+
+def _ffi() -> Any:
+    return _open()[0]
 
 
 def _map(address: int, nbytes: int, flags: int, file: int, offset: int, *, rights: int = _READ_WRITE) -> int:
-    result = _libc().mmap(_ffi.cast("void *", address), nbytes, rights, flags, file, offset)
-    real = int(_ffi.cast("intptr_t", result))
+    result = _libc().mmap(_ffi().cast("void *", address), nbytes, rights, flags, file, offset)
+    real = int(_ffi().cast("intptr_t", result))
     if real == -1:
         raise _os_error(f"mmap of {nbytes} bytes")
     return real
 
 
 def _unmap(address: int, nbytes: int) -> None:
-    _libc().munmap(_ffi.cast("void *", address), nbytes)
+    _libc().munmap(_ffi().cast("void *", address), nbytes)
 
 
 def _os_error(call: str) -> OSError:
-    code = _ffi.errno
+    code = _ffi().errno
     return OSError(code, f"{call}: {os.strerror(code)} ({errno.errorcode.get(code, code)})")
