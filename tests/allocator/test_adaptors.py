@@ -298,3 +298,84 @@ def test_what_a_callback_raises_is_the_answer(machine: Machine, pool: DevicePool
 
     with pytest.raises(KeyError):
         RetryingMemory(pool, give_up).allocate(2 * MIB, stream=machine.stream())
+
+
+# -- accounts ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["limited", "counted", "logged", "tracked"])
+def test_what_did_not_come_through_it_does_not_go_back_through_it(
+    machine: Machine, pool: DevicePool, name: str, tmp_path: Path
+) -> None:
+    adaptor, stream = ADAPTORS[name](pool, tmp_path / "log.csv"), machine.stream()
+    stranger, mine = pool.allocate(1000, stream=stream), adaptor.allocate(300, stream=stream)
+    for ptr, nbytes in ((stranger, 1000), (mine, 1000), (mine, 0), (0, 1)):
+        with pytest.raises(InvalidRequestError, match="not a live allocation"):
+            adaptor.deallocate(ptr, nbytes, stream=stream)
+    adaptor.deallocate(mine, 400, stream=stream)  # the same multiple of 256
+    if isinstance(adaptor, LimitedMemory):
+        assert adaptor.used == 0
+    if isinstance(adaptor, CountedMemory):
+        assert adaptor.counts == Counts(0, 0, 300, 1, 300, 1)
+    adaptor.close()
+    pool.deallocate(stranger, 1000, stream=stream)
+    assert pool.used == 0
+
+
+def test_a_full_disk_ends_the_log_and_loses_no_memory(machine: Machine, pool: DevicePool) -> None:
+    logged, stream = LoggedMemory(pool, "/dev/full"), machine.stream()
+    for _ in range(1000):  # more than the buffer of a file
+        logged.deallocate(logged.allocate(100, stream=stream), 100, stream=stream)
+    assert pool.used == 0
+    with pytest.warns(ResourceWarning, match="not complete"):
+        logged.close()
+    logged.close()
+
+
+def test_a_disk_that_is_full_at_the_end(machine: Machine, pool: DevicePool) -> None:
+    logged = LoggedMemory(pool, "/dev/full")
+    with pytest.warns(ResourceWarning, match="not complete"):
+        logged.close()
+
+
+# -- finalisers --------------------------------------------------------------------------------------------
+FINALISERS = """
+import faulthandler, gc, weakref
+from memferry_allocator import *
+
+faulthandler.dump_traceback_later(60, exit=True)
+driver = EmulatedDriver()
+stream, pool = driver.create_stream(0), DevicePool(driver, 0, 1 << 20)
+resources = [
+    LimitedMemory(pool, 1 << 20), CountedMemory(pool), TrackedMemory(pool), LoggedMemory(pool, "/dev/null"),
+    DriverMemory(driver, 0), DevicePool(SizeOnlyDriver(1 << 30), 0, 0, maximum=1 << 30),
+]
+
+class Node:
+    pass
+
+gc.set_threshold(7, 2, 2)
+for resource in resources:
+    lane = resource.driver.create_stream(0)
+    for _ in range(800):
+        node = Node()
+        node.me = node
+        weakref.finalize(node, resource.deallocate, resource.allocate(256, stream=lane), 256, stream=lane)
+gc.collect()
+gc.set_threshold(50, 5, 5)
+source = VirtualMemory(driver, 0, 1 << 30)
+main = DevicePool(driver, 0, 0, maximum=1 << 29, source=source)
+for _ in range(100):
+    node = Node()
+    node.me, node.pool = node, DevicePool(driver, 0, 0, maximum=4 << 20, source=source)
+    node.pool.deallocate(node.pool.allocate(256, stream=stream), 256, stream=stream)
+    del node
+    main.deallocate(main.allocate(256, stream=stream), 256, stream=stream)
+    main.trim()
+gc.collect()
+assert (pool.used, resources[0].used, resources[1].counts.current_bytes, resources[2].live) == (0, 0, 0, ())
+assert (source.reserved, resources[4].reserved, resources[5].used) == (0, 0, 0)
+print("end")
+"""
+
+
+def test_finalisers_give_back_in_the_middle_of_calls() -> None:
+    assert in_a_process(FINALISERS) == "end"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +17,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from memferry_allocator import (
     ClosedError,
     DevicePool,
+    DriverMemory,
     DriverOutOfMemory,
     EmulatedDriver,
     EmulatedOptions,
     Event,
     InvalidRequestError,
+    LimitedMemory,
     OutOfMemory,
+    SizeOnlyDriver,
     Span,
     Stream,
     VirtualMemory,
@@ -585,3 +589,119 @@ def test_threads_on_streams_of_their_own(emulate: Callable[..., Machine]) -> Non
     assert (pool.used, pool.largest_free) == (0, 256 * KIB)
     driver.synchronize(0)
     pool.close()
+
+
+# -- giving back while another thread is in the pool ---------------------------------------------------------
+class Slow(EmulatedDriver):
+    """Stays in `stream_wait` until it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.go, self.was_told = threading.Event(), threading.Event(), False
+
+    def stream_wait(self, stream: Stream, event: Event) -> None:
+        self.inside.set()
+        self.was_told = self.go.wait(timeout=10)
+        super().stream_wait(stream, event)
+
+
+@pytest.mark.parametrize("uses", [False, True])
+def test_giving_back_does_not_wait_for_another_thread(uses: bool) -> None:
+    driver = Slow()
+    pool = DevicePool(driver, 0, 4 * KIB)
+    one, other = driver.create_stream(0), driver.create_stream(0)
+    used, mine, rest = (pool.allocate(nbytes, stream=one) for nbytes in (KIB, KIB, 2 * KIB))
+    driver.fill(used, 1, KIB, stream=one)
+    pool.deallocate(used, KIB, stream=one)
+
+    def work(number: int) -> None:
+        if number == 0:
+            assert pool.allocate(KIB, stream=other) == used  # holds the pool meanwhile
+            return
+        try:
+            assert driver.inside.wait(timeout=60)
+            pool.deallocate(mine, KIB, stream=one, uses={} if uses else None)
+            with pytest.raises(InvalidRequestError, match="freed twice"):
+                pool.deallocate(mine, KIB, stream=one)
+            with pytest.raises(InvalidRequestError, match="not a live allocation"):
+                pool.deallocate(rest, KIB, stream=one)
+        finally:
+            driver.go.set()
+
+    in_threads(2, work)
+    assert driver.was_told
+    assert (pool.used, pool.largest_free) == (3 * KIB, KIB)
+    assert pool.allocate(KIB, stream=one) == mine
+    for ptr, nbytes in ((used, KIB), (mine, KIB), (rest, 2 * KIB)):
+        pool.deallocate(ptr, nbytes, stream=one)
+    pool.close()
+
+
+# -- arguments ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("uses", [0, "", [], {1: 2}, "stranger", "captured", "never recorded"])
+def test_uses_that_prove_nothing(machine: Machine, pool: DevicePool, uses: Any) -> None:
+    driver, stream = machine.driver, machine.stream()
+    ptr = pool.allocate(100, stream=stream)
+    if uses == "stranger":
+        theirs = EmulatedDriver().create_stream(0)
+        uses = {theirs: theirs.record()}
+    elif uses == "captured":
+        uses = {stream: driver.create_event(0)}
+        driver.begin_capture(stream)
+        stream.record(uses[stream])
+        driver.end_capture(stream)
+    elif uses == "never recorded":
+        uses = {stream: driver.create_event(0)}
+    with pytest.raises(InvalidRequestError, match="uses"):
+        pool.deallocate(ptr, 100, stream=stream, uses=uses)
+    assert pool.used == 256
+    pool.deallocate(ptr, 100, stream=stream)
+
+
+@pytest.mark.parametrize("ptr", [None, 1.5, [], "0", True])
+def test_pointers_that_are_none(machine: Machine, pool: DevicePool, ptr: Any) -> None:
+    stream = machine.stream()
+    for uses in (None, {}):
+        with pytest.raises(InvalidRequestError, match="pointer"):
+            pool.deallocate(ptr, 100, stream=stream, uses=uses)
+
+
+@pytest.mark.parametrize("size", [None, 1.0, "1MiB", float("nan"), True, pytest.param(1 << 1030, id="huge")])
+def test_sizes_that_are_none(machine: Machine, pool: DevicePool, size: Any) -> None:
+    driver, stream = machine.driver, machine.stream()
+    calls: list[Callable[[], object]] = [
+        lambda: pool.allocate(size, stream=stream),
+        lambda: DevicePool(driver, 0, size),
+        lambda: VirtualMemory(driver, 0, size),
+        lambda: LimitedMemory(pool, size),
+        lambda: SizeOnlyDriver(size),
+        lambda: DriverMemory(driver, 0).allocate(size, stream=stream),
+    ]
+    if size is not None:
+        calls.append(lambda: DevicePool(driver, 0, KIB, maximum=size))
+    for call in calls:
+        with pytest.raises(InvalidRequestError):
+            call()
+
+
+def test_sizes_of_numpy_s_kinds(machine: Machine) -> None:
+    pool, stream = DevicePool(machine.driver, 0, np.int32(KIB), maximum=np.uint64(MIB)), machine.stream()
+    assert (type(pool.nbytes), type(pool.maximum)) == (int, int)
+    ptr = pool.allocate(np.int16(100), stream=stream)
+    pool.deallocate(np.uint64(ptr), np.uint8(100), stream=stream)
+    assert (type(pool.used), pool.used) == (int, 0)
+    pool.close()
+
+
+def test_what_is_no_driver_or_source(machine: Machine) -> None:
+    nothing: Any = None
+    stranger: Any = "memory"
+    for call in (
+        lambda: DevicePool(nothing, 0, KIB),
+        lambda: DriverMemory(nothing, 0),
+        lambda: VirtualMemory(nothing, 0, MIB),
+        lambda: DevicePool(machine.driver, 0, KIB, source=stranger),
+        lambda: LimitedMemory(stranger, KIB),
+    ):
+        with pytest.raises(InvalidRequestError):
+            call()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,6 +73,12 @@ def test_logs_that_make_no_sense(machine: Machine, log: list[LogEntry], said: st
     assert pool.used == 0
     with pytest.raises(InvalidRequestError, match="not more than zero"):
         replay([], pool, scale=0)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -1.0, "2", None])
+def test_scales_that_are_none(machine: Machine, scale: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="scale"):
+        replay([entry(TAKE, 1, 10)], DevicePool(machine.driver, 0, MIB), scale=scale)
 
 
 def test_a_log_replays_as_it_was(machine: Machine, tmp_path: Path) -> None:

@@ -8,12 +8,17 @@ from collections.abc import Callable
 import pytest
 
 from memferry_allocator import (
+    CaptureMode,
     ClosedError,
+    CountedMemory,
+    DevicePool,
     Driver,
     DriverError,
     DriverMemory,
     DriverOutOfMemory,
+    ForkedError,
     InvalidRequestError,
+    LimitedMemory,
     OutOfMemory,
     PageLocation,
     UnsupportedError,
@@ -148,3 +153,29 @@ def test_a_driver_without_virtual_memory(machine: Machine, monkeypatch: pytest.M
     monkeypatch.setattr(machine.driver, "page_granularity", none)
     with pytest.raises(UnsupportedError, match="virtual memory management"):
         VirtualMemory(machine.driver, 0, MIB)
+
+
+def test_a_reservation_beside_a_capture(machine: Machine) -> None:
+    stream = machine.stream()
+    machine.driver.begin_capture(stream, CaptureMode.GLOBAL)
+    VirtualMemory(machine.driver, 0, MIB).close()
+    machine.driver.end_capture(stream)
+
+
+def test_a_forked_child_is_refused_before_any_lock(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would ever release a lock that another thread held at the fork."""
+    pool, source = DevicePool(machine.driver, 0, MIB), VirtualMemory(machine.driver, 0, MIB)
+    limited, counted, stream = LimitedMemory(pool, MIB), CountedMemory(pool), machine.stream()
+    with monkeypatch.context() as child:
+        child.setattr(machine.driver, "_forked", True)
+        for call in (
+            lambda: pool.largest_free,
+            lambda: source.reserved,
+            lambda: source.end,
+            lambda: limited.allocate(2 * MIB, stream=stream),
+            counted.push,
+        ):
+            with pytest.raises(ForkedError):
+                call()
+    pool.close()
+    source.close()

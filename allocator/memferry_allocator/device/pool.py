@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Mapping
 
 from ..driver import Driver, Event, Stream
@@ -12,7 +13,17 @@ from ..errors import CaptureError, ClosedError, InvalidRequestError, OutOfMemory
 from ..sizes import align_up, format_size
 from .blocks import Block, FreeBlocks
 from .marks import Mark
-from .requests import block_size, captured, refuse_capture, refuse_pointer, usable_stream
+from .requests import (
+    MOST,
+    block_size,
+    captured,
+    known_driver,
+    recorded_uses,
+    refuse_capture,
+    refuse_pointer,
+    usable_stream,
+    whole_number,
+)
 from .resource import MemoryResource
 from .segments import Segments, release_quietly
 from .sources import DriverMemory
@@ -56,12 +67,16 @@ class DevicePool(MemoryResource):
         maximum: int | None = None,
         source: MemoryResource | None = None,
     ) -> None:
-        maximum = nbytes if maximum is None else maximum
+        known_driver(driver, _NAME)
+        device, nbytes = whole_number(device, f"{_NAME}: device"), whole_number(nbytes, f"{_NAME}: nbytes")
+        maximum = nbytes if maximum is None else whole_number(maximum, f"{_NAME}: maximum")
         if nbytes < 0 or maximum <= 0 or maximum < nbytes:
             raise InvalidRequestError(
                 f"device pool: {nbytes} is not more than zero bytes, or more than its maximum of {maximum}"
             )
         source = DriverMemory(driver, device) if source is None else source
+        if not isinstance(source, MemoryResource):
+            raise InvalidRequestError(f"device pool: its source {source!r} is no MemoryResource")
         if source.driver is not driver or source.device != device:
             raise InvalidRequestError("device pool: its source is memory of another device")
         self.driver = driver
@@ -72,7 +87,8 @@ class DevicePool(MemoryResource):
         self._lock = threading.RLock()
         self._is_capturing = driver.is_capturing
         self._trimming = threading.RLock()  # taken before the other one
-        self._live: dict[int, Block] = {}
+        self._live: dict[int, Block] = {}  # changed in single steps, by whoever gives back without the lock
+        self._late: deque[tuple[Block, Stream | None]] = deque()
         self._caches: dict[Stream, dict[int, list[Block]]] = {}
         self._returned: list[Block] = []
         self._open: dict[Stream, Mark] = {}
@@ -90,6 +106,10 @@ class DevicePool(MemoryResource):
     @property
     def used(self) -> int:
         """Bytes allocated now, alignment included."""
+        if self._late:
+            self.driver.require_usable()
+            with self._lock:
+                self._file_late()
         return self._used
 
     @property
@@ -110,6 +130,7 @@ class DevicePool(MemoryResource):
     @property
     def largest_free(self) -> int:
         """Bytes of the largest single block that could be allocated now without growing."""
+        self.driver.require_usable()
         with self._lock:
             self._merge()
             return self._free.largest
@@ -121,10 +142,12 @@ class DevicePool(MemoryResource):
             usable_stream(stream, self.driver, self.device, _NAME)
         if self._is_capturing(stream):  # which also refuses a forked child, and closed streams
             refuse_capture(_NAME)
-        size = nbytes + 255 & -256 if nbytes.__class__ is int and nbytes > 0 else block_size(nbytes, _NAME)
+        size = nbytes + 255 & -256 if nbytes.__class__ is int and 0 < nbytes <= MOST else block_size(nbytes, _NAME)
         lock = self._lock
         lock.acquire()  # a `with` block takes twice as long
         try:
+            if self._late:
+                self._file_late()
             block = self._caches[stream][size].pop()
             self._live[block.start] = block
             used = self._used = self._used + size
@@ -148,6 +171,8 @@ class DevicePool(MemoryResource):
                 found = self._find(size, stream)
                 if found is not None:
                     return self._take(*found, size, stream)
+                if self._late:
+                    continue  # given back while the source was asked
                 if not (may_make_room and self._could_make_room(size)):
                     raise self._out_of_memory(size)
             self.trim()  # waits for the device, and so not under the lock
@@ -204,6 +229,11 @@ class DevicePool(MemoryResource):
             Not a live allocation of this size: freed twice, an interior pointer, or of another pool.
         CaptureError
             `stream` is being captured into a graph; nothing was changed.
+
+        Notes
+        -----
+        Never waits for another thread that is in the pool, so that a finaliser may call it wherever it runs:
+        what is given back meanwhile is filed by the next one who takes the lock.
         """
         if stream.__class__ is not Stream or stream.device != self.device or stream.driver is not self.driver:
             usable_stream(stream, self.driver, self.device, _NAME)
@@ -213,18 +243,21 @@ class DevicePool(MemoryResource):
         if self._is_capturing(stream):
             refuse_capture(_NAME)
         size = (nbytes + 255) & -256 if nbytes.__class__ is int else block_size(nbytes, _NAME)
+        if ptr.__class__ is not int:
+            ptr = whole_number(ptr, f"{_NAME}: pointer")
+        block = self._live.pop(ptr, None)
+        if block is None or block.size != size:
+            self._refuse(ptr, nbytes, block)
+            return
         lock = self._lock
-        lock.acquire()
+        if not lock.acquire(False):
+            self._put_off(block, stream)
+            return
         try:
-            block = self._live.pop(ptr, None)
-            if block is None or block.size != size:
-                self._refuse(ptr, nbytes, block)
-                return
             self._used -= size
-            try:
-                self._caches[stream][size].append(block)
-            except KeyError:
-                self._caches.setdefault(stream, {})[size] = [block]
+            self._caches[stream][size].append(block)
+        except KeyError:
+            self._caches.setdefault(stream, {}).setdefault(size, []).append(block)
         finally:
             lock.release()
 
@@ -233,28 +266,47 @@ class DevicePool(MemoryResource):
     ) -> None:
         """Give back what others may have events for, or a stream that may be gone when one is needed."""
         self.driver.require_usable()
+        if uses is not None:
+            uses = recorded_uses(uses, self.driver, _NAME)
         closed_may_be = uses is not None  # its events tell all
         if captured(self.driver, stream) if closed_may_be else self._is_capturing(stream):
             refuse_capture(_NAME)
-        size = block_size(nbytes, _NAME)
+        size, ptr = block_size(nbytes, _NAME), whole_number(ptr, f"{_NAME}: pointer")
         marks = self._marks(stream, uses)
-        with self._lock:
-            block = self._live.pop(ptr, None)
-            if block is None or block.size != size:
-                self._refuse(ptr, nbytes, block)
+        block = self._live.pop(ptr, None)
+        if block is None or block.size != size:
+            self._refuse(ptr, nbytes, block)
+            return
+        block.uses = [(block.start, block.end, mark) for mark in marks]
+        self._put_off(block, stream if uses is None else None)
+
+    def _put_off(self, block: Block, stream: Stream | None) -> None:
+        """File a block as soon as the lock is free: now, or whoever takes it next does."""
+        self._late.append((block, stream))
+        while self._late and self._lock.acquire(blocking=False):
+            try:
+                self._file_late()
+            finally:
+                self._lock.release()
+
+    def _file_late(self) -> None:
+        """File what was given back while another thread held the lock."""
+        while self._late:
+            try:
+                block, stream = self._late.popleft()
+            except IndexError:  # a finaliser in this thread was quicker
                 return
-            self._used -= size
-            block.uses = [(block.start, block.end, mark) for mark in marks]
-            if uses is None:
-                self._caches.setdefault(stream, {}).setdefault(size, []).append(block)
-            else:
+            self._used -= block.size
+            if stream is None:
                 self._returned.append(block)
+            else:
+                self._caches.setdefault(stream, {}).setdefault(block.size, []).append(block)
 
     def _marks(self, stream: Stream, uses: Mapping[Stream, Event] | None) -> list[Mark]:
         if uses is None:
             return [Mark(self.driver, stream, stream.record())]
         if uses:
-            return [Mark(self.driver, other, event) for other, event in uses.items()]
+            return [Mark(self.driver, event.recorded[0] or other, event) for other, event in uses.items()]
         token = self.driver.publish()
         return [] if token is None else [Mark(self.driver, None, token=token)]
 
@@ -298,8 +350,9 @@ class DevicePool(MemoryResource):
         with self._trimming, self._lock:
             if self._closed:
                 return
-            if self._live:
-                raise InvalidRequestError(f"device pool: {len(self._live)} allocations are still live")
+            self._file_late()
+            if self._used:  # of one that is just being given back too
+                raise InvalidRequestError(f"device pool: {max(1, len(self._live))} allocations are still live")
             self._merge()
             marks = {mark for block in self._free for _, _, mark in block.uses}
             if not all(mark.reachable for mark in marks):
@@ -315,6 +368,7 @@ class DevicePool(MemoryResource):
     # -- inside ---------------------------------------------------------------------------------------
     def _merge(self) -> None:
         """Let everything that was given back merge with its neighbours."""
+        self._file_late()
         returned, self._returned = self._returned, []  # exchanged at once: a finaliser may give back meanwhile
         for block in returned:
             self._free.add(block)

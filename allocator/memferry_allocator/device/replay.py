@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -92,10 +93,11 @@ def replay(
     Raises
     ------
     InvalidRequestError
-        The log frees what it did not allocate, or allocates a number twice.
+        `scale` is not a finite number above zero, or the log frees what it did not allocate or
+        allocates a number twice.
     """
-    if scale <= 0:
-        raise InvalidRequestError(f"replay: a scale of {scale} is not more than zero")
+    if not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale <= 0:
+        raise InvalidRequestError(f"replay: a scale of {scale!r} is not more than zero and finite")
     steps = [entry for entry in log if entry.action is not Action.REFUSE]
     streams: dict[int, Stream] = {}
     for entry in steps:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import NoReturn
 
-from ..driver import Driver, Stream, require_stream
+from ..driver import Driver, Event, Stream, require_stream
 from ..errors import CaptureError, DriverError, InvalidRequestError
 from ..sizes import align_up
 
 ALIGNMENT = 256
+MOST = 1 << 100  # bytes; a request for more is a mistake rather than too much
 CLOSED = "CUDA_ERROR_INVALID_HANDLE"  # the answer to whoever uses a closed stream
 
 
@@ -19,17 +21,61 @@ def block_size(nbytes: object, name: str) -> int:
     Raises
     ------
     InvalidRequestError
-        Not an integer, or negative.
+        Not an integer, negative, or more than anybody can mean.
     """
-    try:
-        if isinstance(nbytes, bool):
-            raise TypeError
-        size = operator.index(nbytes)  # type: ignore[arg-type]  # what is none raises
-    except TypeError:
-        raise InvalidRequestError(f"{name}: {nbytes!r} is not a number of bytes; pass an int") from None
+    size = whole_number(nbytes, f"{name}: bytes")
     if size < 0:
         raise InvalidRequestError(f"{name}: cannot allocate {size} bytes; ask for 0 or more")
     return align_up(size, ALIGNMENT)
+
+
+def whole_number(value: object, what: str) -> int:
+    """`value` as an int, of NumPy's kinds too.
+
+    Raises
+    ------
+    InvalidRequestError
+        Not an integer, or more than anybody can mean.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]  # what is none raises
+    except TypeError:
+        raise InvalidRequestError(f"{what}: {value!r} is not a whole number; pass an int") from None
+    if abs(number) > MOST:
+        raise InvalidRequestError(f"{what}: a number of {number.bit_length()} bits is no size of memory")
+    return number
+
+
+def known_driver(driver: object, name: str) -> Driver:
+    """`driver` if it is one and may be used here."""
+    if not isinstance(driver, Driver):
+        raise InvalidRequestError(f"{name}: expected a Driver, got {driver!r}; open one with open_driver")
+    driver.require_usable()
+    return driver
+
+
+def recorded_uses(uses: object, driver: Driver, name: str) -> Mapping[Stream, Event]:
+    """`uses` if it maps streams to events of this driver that say when a use is over.
+
+    Raises
+    ------
+    InvalidRequestError
+        It does not, or an event was recorded into a graph or not at all, so that waiting for it proves nothing.
+    """
+    if not isinstance(uses, Mapping):
+        raise InvalidRequestError(f"{name}: uses={uses!r} is no mapping of Stream to Event; pass {{}} for none")
+    for stream, event in uses.items():
+        if not isinstance(stream, Stream) or not isinstance(event, Event):
+            raise InvalidRequestError(f"{name}: uses has {stream!r}: {event!r}; it maps Stream to Event")
+        if stream.driver is not driver or event.driver is not driver:
+            raise InvalidRequestError(f"{name}: uses has a stream or event of another driver; use this one's")
+        if event.recorded[0] is None:
+            raise InvalidRequestError(
+                f"{name}: uses has an event that was recorded into a graph or not at all; record it on the stream"
+            )
+    return uses
 
 
 def usable_stream(stream: object, driver: Driver, device: int, name: str) -> Stream:
@@ -67,8 +113,9 @@ def refuse_capture(name: str) -> NoReturn:
     )
 
 
-def refuse_pointer(name: str, ptr: int, nbytes: object) -> NoReturn:
+def refuse_pointer(name: str, ptr: object, nbytes: object) -> NoReturn:
+    shown = f"{ptr:#x}" if isinstance(ptr, int) else repr(ptr)
     raise InvalidRequestError(
-        f"{name}: {ptr:#x} with {nbytes} bytes is not a live allocation here; it was freed twice, or pointer and "
+        f"{name}: {shown} with {nbytes} bytes is not a live allocation here; it was freed twice, or pointer and "
         "size do not belong together"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...driver import Stream
+from ...errors import InvalidRequestError
 from ..resource import MemoryResource
 
 
@@ -16,6 +17,8 @@ class Adaptor(MemoryResource):
     """
 
     def __init__(self, upstream: MemoryResource) -> None:
+        if not isinstance(upstream, MemoryResource):
+            raise InvalidRequestError(f"{type(self).__name__}: {upstream!r} is no MemoryResource to be put on")
         self.upstream = upstream
         self.driver = upstream.driver
         self.device = upstream.device

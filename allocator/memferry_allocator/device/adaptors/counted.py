@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import threading
+import functools
+import operator
 from dataclasses import dataclass
 
 from ...driver import Stream
 from ...errors import InvalidRequestError
+from ..book import Book
+from ..requests import block_size
 from ..resource import MemoryResource
+from ..returns import ReturnsLock
 from .base import Adaptor
 
 
@@ -67,7 +71,8 @@ class CountedMemory(Adaptor):
 
     def __init__(self, upstream: MemoryResource) -> None:
         super().__init__(upstream)
-        self._lock = threading.Lock()
+        self._lock = ReturnsLock()
+        self._book: Book[int] = Book("counted memory")
         self._scopes = [Counts()]
 
     @property
@@ -77,6 +82,7 @@ class CountedMemory(Adaptor):
 
     def push(self) -> None:
         """Begin a scope: its counts start at zero."""
+        self.driver.require_usable()
         with self._lock:
             self._scopes.append(Counts())
 
@@ -88,6 +94,7 @@ class CountedMemory(Adaptor):
         InvalidRequestError
             No scope was begun.
         """
+        self.driver.require_usable()
         with self._lock:
             if len(self._scopes) == 1:
                 raise InvalidRequestError("counted memory: pop without a push")
@@ -98,15 +105,23 @@ class CountedMemory(Adaptor):
     def allocate(self, nbytes: int, *, stream: Stream) -> int:
         """See `MemoryResource.allocate`."""
         ptr = self.upstream.allocate(nbytes, stream=stream)
-        self._count(nbytes, 1)
+        if ptr:
+            exact = operator.index(nbytes)
+            self._book.enter(ptr, block_size(exact, self._book.name), exact)
+            self._lock.finalise(functools.partial(self._count, exact, 1))
         return ptr
 
     def deallocate(self, ptr: int, nbytes: int, *, stream: Stream) -> None:
         """See `MemoryResource.deallocate`."""
-        self.upstream.deallocate(ptr, nbytes, stream=stream)
-        self._count(nbytes, -1)
+        known = self._book.strike(ptr, nbytes)
+        try:
+            self.upstream.deallocate(ptr, nbytes, stream=stream)
+        except BaseException:
+            if known is not None:
+                self._book.enter(*known)
+            raise
+        if known is not None:
+            self._lock.finalise(functools.partial(self._count, known[2], -1))
 
     def _count(self, nbytes: int, count: int) -> None:
-        if nbytes:
-            with self._lock:
-                self._scopes[-1] = self._scopes[-1].changed(nbytes, count)
+        self._scopes[-1] = self._scopes[-1].changed(nbytes, count)

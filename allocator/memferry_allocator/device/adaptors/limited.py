@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 
 from ...driver import Stream
 from ...errors import InvalidRequestError, OutOfMemory
 from ...sizes import format_size
-from ..requests import block_size
+from ..book import Book
+from ..requests import block_size, whole_number
 from ..resource import MemoryResource
+from ..returns import ReturnsLock
 from .base import Adaptor
 
 
@@ -26,11 +28,13 @@ class LimitedMemory(Adaptor):
 
     def __init__(self, upstream: MemoryResource, limit: int, *, name: str = "memory limit") -> None:
         super().__init__(upstream)
+        limit = whole_number(limit, name)
         if limit <= 0:
             raise InvalidRequestError(f"{name}: {limit} is not more than zero bytes")
         self.limit = limit
         self.name = name
-        self._lock = threading.Lock()
+        self._lock = ReturnsLock()
+        self._book: Book[None] = Book(name)
         self._used = 0
 
     @property
@@ -40,6 +44,7 @@ class LimitedMemory(Adaptor):
 
     def allocate(self, nbytes: int, *, stream: Stream) -> int:
         """See `MemoryResource.allocate`."""
+        self.driver.require_usable()
         size = block_size(nbytes, self.name)
         with self._lock:  # counted first: two threads must not both take the last bytes
             if self._used + size > self.limit:
@@ -53,14 +58,28 @@ class LimitedMemory(Adaptor):
                 )
             self._used += size
         try:
-            return self.upstream.allocate(nbytes, stream=stream)
+            ptr = self.upstream.allocate(nbytes, stream=stream)
         except BaseException:
-            with self._lock:
-                self._used -= size
+            self._uncount(size)
             raise
+        if ptr:
+            self._book.enter(ptr, size, None)
+        return ptr
 
     def deallocate(self, ptr: int, nbytes: int, *, stream: Stream) -> None:
         """See `MemoryResource.deallocate`."""
-        self.upstream.deallocate(ptr, nbytes, stream=stream)
-        with self._lock:
-            self._used -= block_size(nbytes, self.name)
+        known = self._book.strike(ptr, nbytes)
+        try:
+            self.upstream.deallocate(ptr, nbytes, stream=stream)
+        except BaseException:
+            if known is not None:
+                self._book.enter(*known)
+            raise
+        if known is not None:
+            self._uncount(known[1])
+
+    def _uncount(self, size: int) -> None:
+        self._lock.finalise(functools.partial(self._change, -size))
+
+    def _change(self, size: int) -> None:
+        self._used += size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 import threading
 import traceback
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 
 from ...driver import Stream
 from ...sizes import format_size
-from ..requests import refuse_pointer
+from ..book import Book
+from ..requests import block_size
 from ..resource import MemoryResource
 from .base import Adaptor
 
@@ -58,17 +60,15 @@ class TrackedMemory(Adaptor):
     def __init__(self, upstream: MemoryResource, *, depth: int = 12, at_exit: bool = False) -> None:
         super().__init__(upstream)
         self.depth = depth
-        self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._live: dict[int, Allocation] = {}
+        self._book: Book[Allocation] = Book("tracked memory")
         self._closed = False
-        self._at_exit = weakref.finalize(self, _print_report, self._live) if at_exit else None
+        self._at_exit = weakref.finalize(self, _print_report, self._book) if at_exit else None
 
     @property
     def live(self) -> tuple[Allocation, ...]:
         """What is allocated now, oldest first."""
-        with self._lock:
-            return tuple(self._live.values())
+        return _oldest_first(self._book)
 
     def report(self) -> str:
         """The live allocations as text, with stacks; empty if there are none."""
@@ -88,25 +88,19 @@ class TrackedMemory(Adaptor):
         ptr = self.upstream.allocate(nbytes, stream=stream)
         if ptr:
             stack = self._stack()
-            name = threading.current_thread().name
-            with self._lock:
-                self._live[ptr] = Allocation(next(self._numbers), ptr, nbytes, name, stack)
+            name, exact = threading.current_thread().name, operator.index(nbytes)
+            known = Allocation(next(self._numbers), ptr, exact, name, stack)
+            self._book.enter(ptr, block_size(exact, self._book.name), known)
         return ptr
 
     def deallocate(self, ptr: int, nbytes: int, *, stream: Stream) -> None:
         """See `MemoryResource.deallocate`."""
-        if ptr == 0:
-            self.upstream.deallocate(ptr, nbytes, stream=stream)
-            return
-        with self._lock:  # erased before the free, after which another thread may have the address
-            known = self._live.pop(ptr, None)
-        if known is None:
-            refuse_pointer("tracked memory", ptr, nbytes)
+        known = self._book.strike(ptr, nbytes)
         try:
             self.upstream.deallocate(ptr, nbytes, stream=stream)
         except BaseException:
-            with self._lock:
-                self._live[ptr] = known
+            if known is not None:
+                self._book.enter(*known)
             raise
 
     def _stack(self) -> traceback.StackSummary:
@@ -117,6 +111,10 @@ class TrackedMemory(Adaptor):
         return traceback.StackSummary.extract(iter(reversed(calls)), lookup_lines=False)
 
 
+def _oldest_first(book: Book[Allocation]) -> tuple[Allocation, ...]:
+    return tuple(sorted(book.notes, key=lambda allocation: allocation.number))
+
+
 def _report(live: tuple[Allocation, ...]) -> str:
     if not live:
         return ""
@@ -124,7 +122,8 @@ def _report(live: tuple[Allocation, ...]) -> str:
     return "\n".join([f"{len(live)} allocation(s) are live, {total}:", *map(str, live)])
 
 
-def _print_report(live: dict[int, Allocation]) -> None:
+def _print_report(book: Book[Allocation]) -> None:
     """Say what nobody gave back; at the exit of the interpreter there is nobody left to raise to."""
+    live = _oldest_first(book)
     if live and sys.stderr is not None:
-        print(_report(tuple(live.values())), file=sys.stderr)
+        print(_report(live), file=sys.stderr)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
-import threading
 from abc import abstractmethod
 from typing import ClassVar
 
 from ...driver import Driver, Stream
-from ..requests import block_size, refuse_pointer, usable_stream
+from ..book import Book
+from ..requests import block_size, known_driver, usable_stream, whole_number
 from ..resource import MemoryResource
 
 
@@ -18,16 +18,14 @@ class Source(MemoryResource):
     name: ClassVar[str]
 
     def __init__(self, driver: Driver, device: int) -> None:
-        self.driver = driver
-        self.device = device
-        self._lock = threading.Lock()
-        self._live: dict[int, int] = {}
+        self.driver = known_driver(driver, self.name)
+        self.device = whole_number(device, f"{self.name}: device")
+        self._book: Book[None] = Book(self.name)
 
     @property
     def reserved(self) -> int:
         """Bytes taken from the driver now."""
-        with self._lock:
-            return sum(self._live.values())
+        return self._book.size
 
     def allocate(self, nbytes: int, *, stream: Stream) -> int:
         """See `MemoryResource.allocate`."""
@@ -38,27 +36,21 @@ class Source(MemoryResource):
             return 0
         with self.driver.beside_captures():
             ptr = self._take(operator.index(nbytes), stream)
-        with self._lock:
-            self._live[ptr] = size
+        self._book.enter(ptr, size, None)
         return ptr
 
     def deallocate(self, ptr: int, nbytes: int, *, stream: Stream) -> None:
         """See `MemoryResource.deallocate`."""
         self.driver.require_usable()
-        size = block_size(nbytes, self.name)
         usable_stream(stream, self.driver, self.device, self.name)
-        if ptr == 0 and size == 0:
+        known = self._book.strike(ptr, nbytes)
+        if known is None:
             return
-        with self._lock:
-            if size == 0 or self._live.get(ptr) != size:
-                refuse_pointer(self.name, ptr, nbytes)
-            del self._live[ptr]  # before the free: another thread may get the address the moment it is free
         try:
             with self.driver.beside_captures():
-                self._give(ptr, stream)
+                self._give(known[0], stream)
         except BaseException:
-            with self._lock:
-                self._live[ptr] = size
+            self._book.enter(*known)
             raise
 
     @abstractmethod

@@ -5,13 +5,14 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-import threading
 import weakref
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ...driver import Driver, PageKind, PageLocation, Stream
 from ...errors import AllocatorError, ClosedError, InvalidRequestError, OutOfMemory
 from ...sizes import align_up, format_size
+from ..requests import whole_number
+from ..returns import ReturnsLock
 from .base import Source
 
 
@@ -50,13 +51,15 @@ class VirtualMemory(Source):
 
     def __init__(self, driver: Driver, device: int, nbytes: int) -> None:
         super().__init__(driver, device)
+        nbytes = whole_number(nbytes, "virtual memory: bytes of addresses")
         if nbytes <= 0:
             raise InvalidRequestError(f"virtual memory: {nbytes} is not more than zero bytes of addresses")
-        self._location = PageLocation(PageKind.DEVICE, device)
-        self.granularity = driver.page_granularity(self._location)
-        self.nbytes = align_up(nbytes, self.granularity)
-        self.base = driver.reserve_addresses(self.nbytes)
-        self._mapping = threading.Lock()
+        self._location = PageLocation(PageKind.DEVICE, self.device)
+        with driver.beside_captures():
+            self.granularity = driver.page_granularity(self._location)
+            self.nbytes = align_up(nbytes, self.granularity)
+            self.base = driver.reserve_addresses(self.nbytes)
+        self._mapping = ReturnsLock()
         self._mapped: list[_Mapped] = []
         self._closed = False
         release = functools.partial(_release_quietly, driver, self.base, self.nbytes, self._mapped)
@@ -66,19 +69,21 @@ class VirtualMemory(Source):
     @property
     def reserved(self) -> int:
         """Bytes of physical memory behind the addresses now."""
+        self.driver.require_usable()
         with self._mapping:
             return sum(mapped.end - mapped.start for mapped in self._mapped)
 
     @property
     def end(self) -> int:
         """The first address behind everything that is mapped."""
+        self.driver.require_usable()
         with self._mapping:
             return self._end()
 
     def close(self) -> None:
         """Give the addresses back; see `MemoryResource.close`."""
         self.driver.require_usable()
-        with self._mapping:
+        with self._mapping, self.driver.beside_captures():
             if self._closed:
                 return
             if self._mapped:
@@ -104,12 +109,23 @@ class VirtualMemory(Source):
     def _give(self, ptr: int, stream: Stream) -> None:
         if not stream.query():  # a pool's own stream never has work
             stream.synchronize()
-        with self._mapping:
-            index = bisect.bisect_left(self._mapped, (ptr,))
-            mapped = self._mapped[index]
-            self.driver.unmap_pages(mapped.start, mapped.end - mapped.start)
-            del self._mapped[index]  # it has no address any more, whatever becomes of the handle
-            self.driver.release_pages(mapped.handle)
+        failures: list[BaseException] = []
+        self._mapping.finalise(functools.partial(self._unmap, ptr, self.driver.publish(), failures))
+        if failures:
+            raise failures[0]
+
+    def _unmap(self, ptr: int, token: Any, failures: list[BaseException]) -> None:
+        """Done at once, or by whoever holds the lock; what fails then stays mapped until the end."""
+        try:
+            self.driver.observe(token)  # another thread may have waited for the work
+            with self.driver.beside_captures():
+                index = bisect.bisect_left(self._mapped, (ptr,))
+                mapped = self._mapped[index]
+                self.driver.unmap_pages(mapped.start, mapped.end - mapped.start)
+                del self._mapped[index]  # it has no address any more, whatever becomes of the handle
+                self.driver.release_pages(mapped.handle)
+        except BaseException as error:
+            failures.append(error)
 
     def _end(self) -> int:
         return self._mapped[-1].end if self._mapped else self.base
