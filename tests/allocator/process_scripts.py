@@ -96,6 +96,7 @@ def entries(driver: Driver, made: dict[str, Any]) -> dict[str, Callable[[], obje
         "stream_synchronize": stream.synchronize,
         "stream_query": stream.query,
         "create_event": lambda: driver.create_event(0),
+        "wait for its own event": lambda: stream.wait(event),
         "event_record": lambda: stream.record(event),
         "event_query": event.query,
         "event_synchronize": event.synchronize,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from memferry_allocator import (
     DriverOutOfMemory,
     EmulatedDriver,
     EmulatedOptions,
+    ForkedError,
     HybridBuffer,
     InvalidRequestError,
     OutOfMemory,
@@ -30,6 +32,7 @@ from memferry_allocator import (
 )
 from memferry_allocator.shadow.residency import CELL
 
+from .driver_cases import in_a_child
 from .machine import Machine, pattern
 
 MIB = 1 << 20
@@ -302,3 +305,69 @@ def test_no_virtual_memory() -> None:
 
     with pytest.raises(UnsupportedError, match="virtual memory"):
         HybridBuffer(Plain(), 0, PAGE, resident=0.5)
+
+
+def test_uses_are_of_streams_that_can_be_waited_for() -> None:
+    driver = emulated()
+    stream = driver.create_stream(0)
+    with HybridBuffer(driver, 0, PAGE, resident=1) as buffer:
+        foreign = emulated().create_stream(0)
+        for call in (buffer.record_use, lambda stream: buffer.repartition(0, stream=stream)):
+            with pytest.raises(InvalidRequestError, match="another driver"):
+                call(foreign)
+            driver.begin_capture(stream)
+            with pytest.raises(CaptureError):
+                call(stream)
+            driver.end_capture(stream)
+
+
+@pytest.mark.parametrize("end", ["lost", "closed"])
+@pytest.mark.parametrize("resident", [0, 0.5, 1])
+def test_a_device_that_is_gone_keeps_nothing_open(end: str, resident: float) -> None:
+    driver = emulated(device_count=2)
+    stream = driver.create_stream(0)
+    buffer = HybridBuffer(driver, 0, 4 * PAGE, resident=resident)
+    driver.fill(buffer.ptr, 1, 4 * PAGE, stream=stream)
+    buffer.record_use(stream)
+    if end == "lost":
+        driver.lose(0)
+    else:
+        driver.close()
+    buffer.close()
+    assert buffer.closed
+    assert (buffer.ptr, buffer.device_nbytes, buffer.host_nbytes) == (0, 0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_is_told_so_whoever_holds_the_lock() -> None:
+    driver = emulated()
+    stream, buffer = driver.create_stream(0), HybridBuffer(driver, 0, PAGE, resident=1)
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with buffer._lock:
+            held.set()
+            done.wait()
+
+    def child() -> list[str]:
+        calls = (
+            lambda: buffer.record_use(stream),
+            lambda: buffer.repartition(0, stream=stream),
+            buffer.close,
+        )
+        told = []
+        for call in calls:
+            try:
+                call()
+            except ForkedError:
+                told.append("told")
+        return told
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    answer = in_a_child(child)
+    done.set()
+    holder.join()
+    assert answer == ["told"] * 3
+    buffer.close()

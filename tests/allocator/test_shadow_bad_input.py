@@ -290,6 +290,7 @@ def test_a_forked_child_is_told_so_whoever_holds_the_lock(two: World) -> None:
         two.part.unpin,
         view.release,
         lambda: view.record_stream(two.other),
+        lambda: view.export(two),
         lambda: two.space.allocate("b", 100),
         lambda: two.space.buffer("b", []),
         lambda: two.space.resize(SIZE),

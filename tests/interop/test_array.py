@@ -311,3 +311,39 @@ def test_a_capsule_is_taken_once() -> None:
     from_dlpack(Producer())
     with pytest.raises(ValueError, match="taken already"):
         from_dlpack(Producer())
+
+
+def test_arguments_of_the_wrong_kind(emulated: Bench) -> None:
+    for wrong in (None, 5, emulated.part):
+        for make in (as_host, as_pinned, as_device):
+            with pytest.raises(InvalidRequestError, match="no view"):
+                make(wrong, "uint8")  # type: ignore[arg-type]
+    with emulated.view(Place.HOST) as view:
+        for dtype in ([("a", "f4")], {}, [1]):
+            with pytest.raises(InvalidRequestError, match="dtype"):
+                as_host(view, dtype)  # type: ignore[arg-type]
+        for take in (lambda shape: as_host(view, "uint8", shape), lambda shape: view.array("uint8", shape)):
+            with pytest.raises(InvalidRequestError, match="70 dimensions"):
+                take((1,) * 70)
+            assert take((1,) * 64) is not None
+
+
+def test_producers_that_break_the_protocol() -> None:
+    class Producer:
+        def __init__(self, device: object) -> None:
+            self.device = device
+            self.capsule = np.zeros(3).__dlpack__()
+
+        def __dlpack_device__(self) -> object:
+            return self.device
+
+        def __dlpack__(self, **_: object) -> object:
+            return self.capsule
+
+    for device in (None, 1, (1,), ("x", 0)):
+        with pytest.raises(InvalidRequestError, match="__dlpack_device__"):
+            from_dlpack(Producer(device))
+    once = Producer((1, 0))
+    assert from_dlpack(once).shape == (3,)
+    with pytest.raises(InvalidRequestError, match="taken already"):
+        from_dlpack(once)

@@ -75,7 +75,7 @@ def open_device(text: str, *, emulated: EmulatedOptions | None = None) -> tuple[
     DriverError
         There is no such device, or none at all, or its driver is broken.
     """
-    if not _DEVICE.fullmatch(text):
+    if not isinstance(text, str) or not _DEVICE.fullmatch(text):
         raise InvalidRequestError(f"device: {text!r} is not 'auto', 'cuda', 'cuda:0', 'emulated' or 'emulated:0'")
     kind, _, number = text.partition(":")
     ordinal = int(number or 0)

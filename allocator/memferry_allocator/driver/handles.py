@@ -37,7 +37,12 @@ class Stream:
         What is ordered already costs nothing: an event of this very stream, or one of a stream for whose
         later event this one has waited before.
         """
-        origin, sequence = event.recorded
+        if self.driver._forked:
+            self.driver.require_usable()
+        try:
+            origin, sequence = event.recorded
+        except AttributeError:
+            raise _no_event(event) from None
         if origin is self or (origin is not None and self._aware.get(origin.number, 0) >= sequence):
             return
         self.driver.stream_wait(self, event)
@@ -50,6 +55,8 @@ class Stream:
         """Record what has been enqueued so far, in `event` or a new one, and return it."""
         if event is None:
             event = self.driver.create_event(self.device)
+        elif not isinstance(event, Event):
+            raise _no_event(event)
         self.driver.event_record(event, self)
         return event
 
@@ -138,6 +145,10 @@ class Bracket:
 
 NO_BRACKET = Bracket()
 _sequence = itertools.count(1)
+
+
+def _no_event(found: object) -> InvalidRequestError:
+    return InvalidRequestError(f"event: expected an Event, got {found!r}; stream.record() gives one")
 
 
 def require_stream(stream: object, device: int | None = None) -> Stream:

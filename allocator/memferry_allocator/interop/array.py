@@ -197,7 +197,7 @@ def as_pinned(
     view: View, dtype: Hashable, shape: Sequence[int] | None = None, *, promise_not_to_write: bool = False
 ) -> Array:
     """A HOST view as page-locked memory, for libraries that know of it; the others see it as the CPU's."""
-    pinned = view.partition.space.driver.name == "cuda"
+    pinned = _require_view(view).partition.space.driver.name == "cuda"
     return _array(
         view,
         dtype,
@@ -215,7 +215,7 @@ def as_device(
 
     On the emulated device, whose memory is the host's, it is the CPU's.
     """
-    space = view.partition.space
+    space = _require_view(view).partition.space
     device = (DeviceType.CUDA, space.device) if space.driver.name == "cuda" else (DeviceType.CPU, 0)
     return _array(view, dtype, shape, (Place.DEVICE, Place.MAPPED), device, promise_not_to_write)
 
@@ -228,7 +228,7 @@ def _array(
     device: tuple[DeviceType, int],
     promise: bool,
 ) -> Array:
-    if view.place not in places:
+    if _require_view(view).place not in places:
         raise InvalidRequestError(
             f"array of {view.partition.name}: it is a view in {view.place.value}, not in "
             f"{' or '.join(place.value for place in places)}"
@@ -239,6 +239,12 @@ def _array(
     if view.place is not Place.HOST and device[0] is not DeviceType.CUDA:
         ptr = _address_of(view)
     return Array(view, ptr, fitting, kind, device, read_only=not (view.mode.writes or promise))
+
+
+def _require_view(view: object) -> View:
+    if not isinstance(view, View):
+        raise InvalidRequestError(f"array: {view!r} is no view; take one with partition.acquire(...)")
+    return view
 
 
 def _address_of(view: View) -> int:

@@ -161,16 +161,16 @@ def from_dlpack(source: Any, *, stream: Stream | None = None) -> Imported:
         The producer refuses.
     """
     try:
-        device_type, number = source.__dlpack_device__()
+        device_type, number = map(int, source.__dlpack_device__())
         export = source.__dlpack__
-    except AttributeError:
+    except (AttributeError, TypeError, ValueError):
         raise InvalidRequestError(
-            f"from_dlpack: {type(source).__name__} has no __dlpack__ and __dlpack_device__"
+            f"from_dlpack: {type(source).__name__} has no __dlpack__, or no usable __dlpack_device__"
         ) from None
-    on_device = int(device_type) in (DeviceType.CUDA, DeviceType.CUDA_MANAGED)
+    on_device = device_type in (DeviceType.CUDA, DeviceType.CUDA_MANAGED)
     if on_device != (stream is not None):
         raise InvalidRequestError(
-            f"from_dlpack: the memory is on DLPack device {(int(device_type), number)}; "
+            f"from_dlpack: the memory is on DLPack device {(device_type, number)}; "
             + ("name the stream on which it will be used" if on_device else "host memory takes no stream")
         )
     handle = None if stream is None else int(stream.handle) or 1  # 1 is the legacy default stream
@@ -178,7 +178,11 @@ def from_dlpack(source: Any, *, stream: Stream | None = None) -> Imported:
         capsule = export(stream=handle, max_version=VERSION)
     except TypeError:  # a producer from before versions
         capsule = export(stream=handle)
-    holder, ptr, shape, strides, dtype, device, read_only = _extension().take(capsule)
+    extension = _extension()
+    try:
+        holder, ptr, shape, strides, dtype, device, read_only = extension.take(capsule)
+    except ValueError as error:
+        raise InvalidRequestError(f"from_dlpack: {error}") from None
     return Imported(
         ptr=ptr,
         shape=shape,

@@ -36,7 +36,6 @@ _TYPES = {name: plain_element_type(name) for name in _CODES}
 _BY_CODE = {(int(_CODES[name]), 8 * kind.itemsize): kind for name, kind in _TYPES.items()}
 
 
-@lru_cache(maxsize=256)
 def element_type(dtype: Hashable) -> ElementType:
     """The type meant by a name, a NumPy dtype, or a framework's own dtype object.
 
@@ -45,6 +44,16 @@ def element_type(dtype: Hashable) -> ElementType:
     InvalidRequestError
         It is none of those that can be exchanged.
     """
+    try:
+        return _element_type(dtype)
+    except TypeError:  # a list, say, has no hash
+        raise InvalidRequestError(
+            f"dtype: {dtype!r} cannot be exchanged; it is one of {', '.join(_TYPES)}"
+        ) from None
+
+
+@lru_cache(maxsize=256)
+def _element_type(dtype: Hashable) -> ElementType:
     printed = str(dtype)
     wanted: Any = printed.removeprefix("torch.") if printed.startswith("torch.") else dtype
     kind = plain_element_type(wanted)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..driver import Span
-from ..errors import InvalidRequestError
+from ..errors import AllocatorError, DriverError, InvalidRequestError
 from ..host import HostArena
+from .gate import over
 from .partition import Partition
 
 if TYPE_CHECKING:
@@ -72,10 +74,13 @@ class ShadowBuffer(Sequence[Partition]):
     def __enter__(self) -> ShadowBuffer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        with contextlib.suppress(*(() if error is None else (AllocatorError,))):
+            self.close()
 
     def _forbid(self, what: str) -> None:
+        if any(partition.in_use for partition in self._partitions):
+            self.space.reap()
         used = [partition.name for partition in self._partitions if partition.in_use]
         if used:
             raise InvalidRequestError(f"{what}: views of {', '.join(used)} are open; release them first")
@@ -88,6 +93,10 @@ class ShadowBuffer(Sequence[Partition]):
         for partition in self._partitions:
             partition._finish()
         if self._pages is not None:
-            self._pages.close()
+            try:
+                self._pages.close()
+            except DriverError as error:
+                if not over(error):
+                    raise
         for partition in self._partitions:
             partition._retire()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..driver import Driver, Stream, require_stream
-from ..errors import CaptureError, DriverError, InvalidRequestError
+from ..errors import CaptureError, DeviceLostError, DriverError, InvalidRequestError
 from .lock import overrides
 
 
@@ -42,7 +42,7 @@ class StreamGate:
             try:
                 captured = self._driver.is_capturing(stream)
             except DriverError as error:
-                if error.code != "CUDA_ERROR_INVALID_HANDLE":
+                if error.code != "CUDA_ERROR_INVALID_HANDLE" and not over(error):
                     raise
                 continue  # closed, when its work was over
             if captured:
@@ -51,3 +51,8 @@ class StreamGate:
                 )
             still.append(stream)
         return tuple(still)
+
+
+def over(error: DriverError) -> bool:
+    """Whether an error says that the device is lost or its driver closed: no work is left to wait for."""
+    return isinstance(error, DeviceLostError) or error.code == "CUDA_ERROR_DEINITIALIZED"

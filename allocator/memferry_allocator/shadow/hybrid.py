@@ -12,12 +12,16 @@ import threading
 import weakref
 from collections.abc import Iterable
 
-from ..driver import Driver, PageKind, PageLocation, Span, Stream, require_stream
-from ..errors import AllocatorError, CaptureError, ClosedError, InvalidRequestError
+from ..driver import Driver, PageKind, PageLocation, Span, Stream
+from ..driver.integers import integer
+from ..errors import AllocatorError, ClosedError, DriverError, DriverOutOfMemory, InvalidRequestError
+from ..host.limits import require_memory
 from ..sizes import align_up
 from ..transaction import Transaction
+from .gate import StreamGate, over
 from .hazards import Hazards
-from .residency import Piece, Resident, plan, resident_ranges
+from .ranges import LARGEST
+from .residency import Piece, Resident, plan, resident_ranges, runs
 
 
 class HybridBuffer:
@@ -52,8 +56,12 @@ class HybridBuffer:
     def __init__(
         self, driver: Driver, device: int, nbytes: int, *, resident: Resident, numa_node: int | None = None
     ) -> None:
-        if nbytes < 0:
-            raise InvalidRequestError(f"hybrid buffer: {nbytes} bytes is less than nothing")
+        if not isinstance(driver, Driver):
+            raise InvalidRequestError(f"hybrid buffer: {driver!r} is no Driver; make one with open_driver()")
+        nbytes, device = integer("hybrid buffer", nbytes), integer("hybrid buffer", device)
+        if not 0 <= nbytes <= LARGEST:
+            raise InvalidRequestError(f"hybrid buffer: {nbytes} bytes are less than nothing, or than all there is")
+        numa_node = None if numa_node is None else integer("hybrid buffer", numa_node)
         info = driver.device_info(device)
         node = (info.numa_node or 0) if numa_node is None else numa_node
         self.driver = driver
@@ -64,6 +72,7 @@ class HybridBuffer:
         self._page = max(driver.page_granularity(where) for where in (self._on_device, self._on_host))
         self._lock = threading.RLock()
         self._hazards = Hazards()
+        self._gate = StreamGate(driver, device)
         self._range = _Range(driver, device)
         pieces = self._plan(resident)
         if nbytes:
@@ -100,8 +109,17 @@ class HybridBuffer:
         return not self._finalizer.alive
 
     def record_use(self, stream: Stream) -> None:
-        """Note that work on the buffer is enqueued on `stream` until now."""
-        require_stream(stream, self.device)
+        """Note that work on the buffer is enqueued on `stream` until now.
+
+        Raises
+        ------
+        InvalidRequestError
+            `stream` is of another device or driver.
+        CaptureError
+            It is being captured into a graph, where nobody can wait for the work.
+        """
+        self.driver.require_usable()
+        stream = self._gate.admit(stream)
         with self._lock:
             self._require_open()
             self._hazards.has_read(stream, stream.record())
@@ -127,12 +145,11 @@ class HybridBuffer:
         InvalidRequestError, DriverError, RaceError
             Refused.  After any error here the buffer is as it was, bytes and all.
         """
-        require_stream(stream, self.device)
+        self.driver.require_usable()
+        stream = self._gate.admit(stream)
         with self._lock:
             self._require_open()
             wanted = self._plan(resident)
-            if self.driver.is_capturing(stream):
-                raise CaptureError("hybrid buffer: the stream is being captured; repartition before or after")
             if set(wanted) == self._range.pages.keys():
                 return
             with self.driver.beside_captures():
@@ -142,22 +159,43 @@ class HybridBuffer:
 
     def close(self) -> None:
         """Wait for recorded uses and give everything back; a second call does nothing."""
+        self.driver.require_usable()
         with self._lock:
             if self.closed:
                 return
             with self.driver.beside_captures():
-                self._hazards.host_before_write()
-                self._range.dismantle()
+                try:
+                    self._hazards.host_before_write()
+                    self._range.dismantle()
+                except DriverError as error:
+                    if not over(error):
+                        raise
+                    self._range.abandon()
             self._finalizer.detach()
 
     def __enter__(self) -> HybridBuffer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        with contextlib.suppress(*(() if error is None else (AllocatorError,))):
+            self.close()
 
     def _plan(self, resident: Resident) -> list[Piece]:
-        return plan(resident, self.nbytes, self._page, self._on_device, self._on_host)
+        """The pieces that are wanted; refused before they are listed if no machine of this size has them."""
+        on_device = runs(resident, self.nbytes, self._page)
+        nbytes = sum(end - start for start, end in on_device) * self._page
+        capacity = self.driver.device_info(self.device).capacity
+        if nbytes > capacity:
+            raise DriverOutOfMemory(
+                "CUDA_ERROR_OUT_OF_MEMORY",
+                "hybrid buffer",
+                size=nbytes,
+                used=0,
+                limit=capacity,
+                budget=f"{self.driver.name}:{self.device}",
+            )
+        require_memory(align_up(self.nbytes, self._page) - nbytes - self.host_nbytes, "hybrid buffer")
+        return plan(on_device, self.nbytes, self._page, self._on_device, self._on_host)
 
     def _require_open(self) -> None:
         if self.closed:
@@ -206,6 +244,13 @@ class _Range:
         if self.nbytes:
             self.driver.release_addresses(self.base, self.nbytes)
             self.base = self.nbytes = 0
+
+    def abandon(self) -> None:
+        """Give back what can be, of a device that is gone, and forget the rest."""
+        with contextlib.suppress(AllocatorError):
+            self.dismantle()
+        self.pages.clear()
+        self.base = self.nbytes = 0
 
     def _create(self, pieces: list[Piece], undo: Transaction) -> dict[Piece, int]:
         pages = {}

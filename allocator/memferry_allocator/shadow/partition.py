@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..driver import Span, Stream
-from ..errors import ClosedError, InvalidRequestError
+from ..errors import ClosedError, DriverError, InvalidRequestError
 from .copier import Direction
 from .copies import Copies, DeviceCopy
+from .gate import over
 from .hazards import Hazards
-from .view import Mode, Place, View
+from .view import Lease, Mode, Place, View
 
 if TYPE_CHECKING:
     from ..host import HostArena
@@ -118,6 +119,7 @@ class Partition(Copies):
                 raise InvalidRequestError(f"acquire of {self.name}: HOST takes no stream, it blocks; leave it out")
             self._views += 1
             self._writing = mode.writes
+            space.leases.add(view._lease)
             space.room.wake(self)
             if place is _DEVICE and space.room.used is not None:
                 self._tell_policy(view)
@@ -164,6 +166,8 @@ class Partition(Copies):
         space.driver.require_usable()
         with space.lock:
             self._require_open()
+            if self._device_views:
+                space.reap()
             if self._device_views or self._pins:
                 raise InvalidRequestError(
                     f"evict of {self.name}: {self._device_views} DEVICE view(s) are open and {self._pins} pin(s) "
@@ -242,6 +246,8 @@ class Partition(Copies):
         """Refuse under open views; with `readers`, under a writing one only."""
         self._require_open()
         if self._views and (self._writing or not readers):
+            self.space.reap()
+        if self._views and (self._writing or not readers):
             found = "a writing view is" if self._writing else f"{self._views} view(s) are"
             raise InvalidRequestError(f"{what} of {self.name}: {found} open; release what is open first")
 
@@ -277,7 +283,7 @@ class Partition(Copies):
             try:
                 self._invalidate()
             except BaseException:
-                view._end_brackets()
+                view._lease.end_brackets()
                 raise
         return view
 
@@ -303,40 +309,46 @@ class Partition(Copies):
         copy.valid, self._copy = True, copy
         return view
 
-    def _admit_reader(self, view: View, stream: Stream) -> None:
+    def _admit_reader(self, lease: Lease, stream: Stream) -> None:
         """Let one more stream read through an open view."""
-        if view.place is _HOST or view.mode.writes:
+        if lease.place is _HOST or lease.mode.writes:
             raise InvalidRequestError(
-                f"record_stream of {self.name}: a {view.mode.value} view in {view.place.value} has one user; "
+                f"record_stream of {self.name}: a {lease.mode.value} view in {lease.place.value} has one user; "
                 "release it and acquire another"
             )
-        self._hazards_of(view).before(self.space.gate.admit(stream), writes=False)
+        self._hazards_of(lease).before(self.space.gate.admit(stream), writes=False)
 
-    def _release(self, view: View) -> None:
-        streams = self.space.gate.ending(view.streams)
-        if view._brackets:
-            view._end_brackets()
-        writes = view.mode.writes
-        if view.place is not _HOST:
-            hazards = self._hazards_of(view)
-            for stream in streams:
-                if writes:
-                    hazards.written_by(stream)
-                else:
-                    hazards.read_by(stream)
+    def _release(self, lease: Lease) -> None:
+        """End a view.  On a device that is gone all work is over, and only the books are left to do."""
+        streams = self.space.gate.ending(lease.streams)
+        if lease.brackets:
+            lease.end_brackets()
+        writes = lease.mode.writes
+        if lease.place is not _HOST:
+            hazards = self._hazards_of(lease)
+            try:
+                for stream in streams:
+                    if writes:
+                        hazards.written_by(stream)
+                    else:
+                        hazards.read_by(stream)
+            except DriverError as error:
+                if not over(error):
+                    raise
             if writes and not streams:  # it was closed, and its work is over
                 hazards.over()
-            if view.place is _DEVICE:
+            if lease.place is _DEVICE:
                 self._device_views -= 1
                 if writes and self._copy is not None:
                     self._copy.dirty = True
         self._views -= 1
+        self.space.leases.discard(lease)
         self._writing = False
         if not self._views:
             self._rest()
 
-    def _hazards_of(self, view: View) -> Hazards:
-        if view.place is _DEVICE:
+    def _hazards_of(self, lease: Lease) -> Hazards:
+        if lease.place is _DEVICE:
             assert self._copy is not None, "an open device view keeps its copy"
             return self._copy.hazards
         return self._home
@@ -352,9 +364,14 @@ class Partition(Copies):
 
     def _finish(self) -> None:
         """Wait until no stream uses the host pages; those of the caller have the newest bytes then."""
-        if self.pages is None:
-            self._bring_home()
-        self._home.host_before_write()
+        try:
+            if self.pages is None:
+                self._bring_home()
+            self._home.host_before_write()
+        except DriverError as error:  # what a device had that is gone cannot come home any more
+            if not over(error):
+                raise
+            self._home.over()
 
     def _retire(self) -> None:
         """Give the copy up as it is, and refuse every use from now on."""

@@ -15,6 +15,7 @@ from ..sizes import align_up, format_size, parse_size
 
 HOST_ALIGNMENT = 16  # the widest element of a kernel
 LARGEST = 1 << 60
+MOST_PARTITIONS = 1 << 24
 
 
 class HostBudget:
@@ -25,6 +26,11 @@ class HostBudget:
         self.used = 0
 
     def reserve(self, name: str, nbytes: int) -> None:
+        self.require(name, nbytes)
+        self.used += nbytes
+
+    def require(self, name: str, nbytes: int) -> None:
+        """Refuse what does not fit now."""
         if self.limit is not None and self.used + nbytes > self.limit:
             raise OutOfMemory(
                 f"buffer {name!r}: asked for {format_size(nbytes)} of host memory, {format_size(self.used)} of "
@@ -34,7 +40,6 @@ class HostBudget:
                 limit=self.limit,
                 budget="host budget",
             )
-        self.used += nbytes
 
 
 class HostRanges:
@@ -78,18 +83,32 @@ def require_fitting(name: str, sizes: Iterable[int], device_budget: int) -> None
             )
 
 
-def cut(name: str, nbytes: Any, partitions: Any, partition_nbytes: Any) -> list[int]:
-    """The sizes of the partitions meant by the arguments of `ShadowSpace.allocate`."""
+def cut(
+    name: str, nbytes: Any, partitions: Any, partition_nbytes: Any, *, device_budget: int, host: HostBudget
+) -> list[int]:
+    """The sizes of the partitions meant by the arguments of `ShadowSpace.allocate`.
+
+    What the budgets refuse is refused before so many partitions are listed.
+    """
     what = f"buffer {name!r}"
     if (nbytes is None) == (partitions is None) or (partition_nbytes is not None and nbytes is None):
         raise InvalidRequestError(
             f"{what}: give nbytes, with partition_nbytes if it is to be cut evenly, or partitions=[sizes]"
         )
     if partitions is not None:
+        if not isinstance(partitions, Iterable) or isinstance(partitions, (str, bytes)):
+            raise InvalidRequestError(f"{what}: partitions={partitions!r} is no list of sizes; give [sizes]")
         return [_size(size, f"{what}: partition {index}") for index, size in enumerate(partitions)]
     total = 0 if _is_zero(nbytes) else _size(nbytes, f"{what}: nbytes")
     piece = total if partition_nbytes is None else _size(partition_nbytes, f"{what}: partition_nbytes")
-    return [min(piece, total - start) for start in range(0, total, piece)] if total else []
+    if not total:
+        return []
+    require_fitting(name, [min(piece, total)], device_budget)
+    count = -(-total // piece)
+    host.require(name, (count - 1) * (align_up(piece, ALIGNMENT) - piece) + total)
+    if count > MOST_PARTITIONS:
+        raise InvalidRequestError(f"{what}: {count} partitions, at most {MOST_PARTITIONS}; make them larger")
+    return [min(piece, total - start) for start in range(0, total, piece)]
 
 
 def _size(value: Any, name: str) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import groupby
-from typing import NamedTuple
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
+from typing import Any, NamedTuple
 
 from ..driver import PageKind, PageLocation, Span
 from ..errors import InvalidRequestError
@@ -22,8 +23,8 @@ class Piece(NamedTuple):
     location: PageLocation
 
 
-def plan(resident: Resident, nbytes: int, page: int, device: PageLocation, host: PageLocation) -> list[Piece]:
-    """Cut a buffer of `nbytes` in pieces of pages.
+def runs(resident: Resident, nbytes: int, page: int) -> list[tuple[int, int]]:
+    """The pages that are on the device, as first and last plus one: in order, none touching another.
 
     Parameters
     ----------
@@ -36,12 +37,33 @@ def plan(resident: Resident, nbytes: int, page: int, device: PageLocation, host:
     InvalidRequestError
         The share is not 0 to 1, or a range leaves the buffer.
     """
-    count = align_up(nbytes, page) // page
-    wanted = _pages(resident, nbytes, page, count)
-    pieces = []
-    for (on_device, _), run in groupby(range(count), key=lambda index: (wanted[index], index // CELL)):
-        pages = list(run)
-        pieces.append(Piece(pages[0] * page, len(pages) * page, device if on_device else host))
+    if isinstance(resident, Real):
+        share = float(resident)
+        if not 0 <= share <= 1:
+            raise _no_residency(resident)
+        end = round(share * (align_up(nbytes, page) // page))
+        return [(0, end)] if end else []
+    if not isinstance(resident, Iterable):
+        raise _no_residency(resident)
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(_pages_of(span, nbytes, page) for span in resident):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        elif start < end:
+            found.append((start, end))
+    return found
+
+
+def plan(
+    on_device: Iterable[tuple[int, int]], nbytes: int, page: int, device: PageLocation, host: PageLocation
+) -> list[Piece]:
+    """Cut a buffer of `nbytes` in pieces of pages, of which the runs `on_device` are on the device."""
+    pieces, position = [], 0
+    for start, end in on_device:
+        pieces += [Piece(*cell, host) for cell in _cells(position, start, page)]
+        pieces += [Piece(*cell, device) for cell in _cells(start, end, page)]
+        position = end
+    pieces += [Piece(*cell, host) for cell in _cells(position, align_up(nbytes, page) // page, page)]
     return pieces
 
 
@@ -59,16 +81,25 @@ def resident_ranges(pieces: Iterable[Piece], nbytes: int) -> tuple[Span, ...]:
     return tuple(ranges)
 
 
-def _pages(resident: Resident, nbytes: int, page: int, count: int) -> list[bool]:
-    if isinstance(resident, (int, float)):
-        if not 0 <= resident <= 1:
-            raise InvalidRequestError(f"resident: {resident} is not a share of 0 to 1, nor a list of ranges")
-        on_device = round(resident * count)
-        return [index < on_device for index in range(count)]
-    wanted = [False] * count
-    for offset, size in resident:
-        if offset < 0 or size < 0 or offset + size > nbytes:
-            raise InvalidRequestError(f"resident: {size} bytes at {offset} leave a buffer of {nbytes} bytes")
-        for index in range(offset // page, -(-(offset + size) // page) if size else 0):
-            wanted[index] = True
-    return wanted
+def _cells(start: int, end: int, page: int) -> Iterator[tuple[int, int]]:
+    """Offsets and sizes of the cells that pages from `start` to `end` are cut in."""
+    while start < end:
+        stop = min(end, (start // CELL + 1) * CELL)
+        yield start * page, (stop - start) * page
+        start = stop
+
+
+def _pages_of(span: Any, nbytes: int, page: int) -> tuple[int, int]:
+    try:
+        offset, size = map(operator.index, span)
+    except (TypeError, ValueError):
+        raise _no_residency(span) from None
+    if offset < 0 or size < 0 or offset + size > nbytes:
+        raise InvalidRequestError(f"resident: {size} bytes at {offset} leave a buffer of {nbytes} bytes")
+    return offset // page, -(-(offset + size) // page) if size else offset // page
+
+
+def _no_residency(found: object) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"resident: {found!r} is not a share of 0 to 1, nor a list of ranges (offset, size)"
+    )

@@ -13,6 +13,7 @@ from ..driver import Event, Stream
 from ..errors import DriverError, InvalidRequestError, OutOfMemory
 from ..sizes import format_size
 from .eviction import EvictionPolicy
+from .gate import over
 
 if TYPE_CHECKING:
     from .copies import Copies
@@ -41,6 +42,7 @@ class Room:
         self._whole = whole
         self.budget = budget
         self.taken = 0
+        self.gone = False  # the device is lost, or its driver closed; the pool still counts what went with it
         self.idle: OrderedDict[Copies, int] = OrderedDict()  # the least recently used first; bytes of each
         self.idle_bytes = 0
         self._owners: dict[int, Copies] = {}
@@ -81,6 +83,8 @@ class Room:
                     refusal = error
             favourite = self._choose(self.idle) if self._could_fit(partition.reserved) else None
             if favourite is None:
+                if partition.space.reap():
+                    continue
                 raise refusal or self._out_of_memory(partition)
             if favourite.reserved == partition.reserved:
                 ptr = favourite._hand_over(stream)
@@ -91,12 +95,17 @@ class Room:
 
     def deallocate(self, ptr: int, partition: Copies, *, stream: Stream, uses: Mapping[Stream, Event]) -> None:
         """Give memory back whose last uses were recorded in `uses`; `stream` may be made to wait for them."""
-        if isinstance(self.pool, DevicePool):
-            self.pool.deallocate(ptr, partition.reserved, stream=stream, uses=uses)
-        else:
-            for event in uses.values():
-                stream.wait(event)
-            self.pool.deallocate(ptr, partition.reserved, stream=stream)
+        try:
+            if isinstance(self.pool, DevicePool):
+                self.pool.deallocate(ptr, partition.reserved, stream=stream, uses=uses)
+            else:
+                for event in uses.values():
+                    stream.wait(event)
+                self.pool.deallocate(ptr, partition.reserved, stream=stream)
+        except DriverError as error:  # the memory went with its device
+            if not over(error):
+                raise
+            self.gone = True
         del self._owners[ptr]
         self.taken -= partition.reserved
 

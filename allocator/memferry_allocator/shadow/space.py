@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..device import ALIGNMENT, DevicePool
 from ..device.resource import MemoryResource
 from ..driver import Driver, Span
-from ..errors import ClosedError, InvalidRequestError
+from ..errors import AllocatorError, CaptureError, ClosedError, DriverError, InvalidRequestError
 from ..host import ArenaOptions, HostArena
 from ..sizes import parse_size
 from .buffer import ShadowBuffer
 from .copier import Copier, DirectCopier
 from .eviction import EvictionPolicy, LeastRecentlyUsed, PlannedOrder
-from .gate import StreamGate
+from .gate import StreamGate, over
 from .lock import overrides, space_lock
 from .partition import Partition
 from .ranges import HostBudget, HostRanges, cut, host_span, layout, require_fitting
 from .room import Room
+from .view import Lease
 
 
 class ShadowSpace:
@@ -75,6 +77,7 @@ class ShadowSpace:
         self.gate = StreamGate(driver, device)
         self._buffers: dict[ShadowBuffer, None] = {}
         self._ranges = HostRanges()
+        self.leases: set[Lease] = set()
         self._closed = False
         policy = eviction or LeastRecentlyUsed()
         self._require_policy(policy)
@@ -163,7 +166,7 @@ class ShadowSpace:
             The pages cannot be registered; nothing was changed.
         """
         self.driver.require_usable()
-        sizes = cut(name, nbytes, partitions, partition_nbytes)
+        sizes = cut(name, nbytes, partitions, partition_nbytes, device_budget=self.room.budget, host=self._host)
         require_fitting(name, sizes, self.room.budget)
         offsets, total = layout(sizes, ALIGNMENT)
         with self.lock:
@@ -190,6 +193,10 @@ class ShadowSpace:
             another partition; nothing was changed.
         """
         self.driver.require_usable()
+        if not isinstance(host, Iterable):
+            raise InvalidRequestError(
+                f"buffer {name!r}: {host!r} is no list of ranges; give [Span(address, bytes)]"
+            )
         spans = [host_span(name, index, span) for index, span in enumerate(host)]
         require_fitting(name, [span.nbytes for span in spans], self.room.budget)
         return self._add(name, spans, None, 0)
@@ -254,10 +261,27 @@ class ShadowSpace:
     def __enter__(self) -> ShadowSpace:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        with contextlib.suppress(*(() if error is None else (AllocatorError,))):
+            self.close()
 
     # -- inside -----------------------------------------------------------------------------------------
+    def reap(self) -> bool:
+        """End the views that nobody can release any more, under the lock; whether there were any.
+
+        It is called where an open view would have a call refused: the ends of views cost nothing until then.
+        """
+        before = len(self.leases)
+        for lease in list(self.leases):
+            view = lease()
+            if view is None:
+                with contextlib.suppress(CaptureError):
+                    lease.partition._release(lease)
+            elif lease.abandoned:
+                with contextlib.suppress(CaptureError, InvalidRequestError):
+                    view.release()
+        return len(self.leases) < before
+
     def _pool(self, pool: DevicePool | MemoryResource | None, budget: int) -> DevicePool | MemoryResource:
         if pool is None:
             return DevicePool(self.driver, self.device, budget)
@@ -270,7 +294,14 @@ class ShadowSpace:
 
     def _close_pool(self) -> None:
         if self._owns_pool:
-            self.room.pool.close()
+            try:
+                self.room.pool.close()
+            except DriverError as error:
+                if not over(error):
+                    raise
+            except InvalidRequestError:  # what it counts as live went with the device
+                if not self.room.gone:
+                    raise
 
     def _require_open(self) -> None:
         if self._closed:

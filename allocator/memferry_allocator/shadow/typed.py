@@ -16,6 +16,7 @@ from ..errors import InvalidRequestError
 if TYPE_CHECKING:
     from .view import View
 
+_MOST_DIMENSIONS = 64  # of NumPy and of DLPack
 _WIDEST = 16  # what kernels load at once, at most
 
 
@@ -147,7 +148,7 @@ class _HostBytes:
     """What NumPy holds on to: a view's bytes under the array interface, and the pages if they are the space's."""
 
     def __init__(self, view: View) -> None:
-        self._pages = view.partition.pages
+        self._view = view  # one that nobody else holds stays open as long as its arrays are used
         self.__array_interface__ = {
             "version": 3,
             "typestr": "|u1",
@@ -182,7 +183,10 @@ def fit(view: View, element: ElementType, shape: Any, offset: Any = 0) -> tuple[
 
 def _dimensions(shape: Any) -> tuple[int, ...]:
     parts: Iterable[Any] = shape if isinstance(shape, Iterable) and not isinstance(shape, str) else (shape,)
-    return tuple(_whole(part, "shape") for part in parts)
+    dimensions = tuple(_whole(part, "shape") for part in parts)
+    if len(dimensions) > _MOST_DIMENSIONS:
+        raise InvalidRequestError(f"shape: {len(dimensions)} dimensions, at most {_MOST_DIMENSIONS}; use fewer")
+    return dimensions
 
 
 def _whole(value: Any, name: str) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ..driver import Bracket, Span, Stream
-from ..errors import ClosedError, InvalidRequestError
+from ..errors import AllocatorError, ClosedError, InvalidRequestError
 from . import typed
 
 if TYPE_CHECKING:
@@ -40,25 +41,53 @@ class Mode(Enum):
         self.writes = text != "read"
 
 
+class Lease(weakref.ref["View"]):
+    """What an open view holds of its partition: it outlives the view, so that one that was dropped can be ended.
+
+    Attributes
+    ----------
+    abandoned : bool
+        Whoever would release the view has tried, and is gone.
+    """
+
+    __slots__ = ("abandoned", "brackets", "mode", "partition", "place", "streams")
+
+    partition: Partition
+    place: Place
+    mode: Mode
+    streams: tuple[Stream, ...]
+    brackets: tuple[Bracket, ...]
+    abandoned: bool
+
+    def end_brackets(self) -> None:
+        for bracket in self.brackets:
+            bracket.end()
+
+
 class View:
     """Bytes that are valid in a stream's order (for HOST: for the calling thread) until `release`.
 
-    A context manager.  Made by `Partition.acquire`; its calls may come from any thread.
+    A context manager.  Made by `Partition.acquire`; its calls may come from any thread.  A view that is dropped
+    without a release, and whose arrays are dropped too, ends when something needs that: its last uses are those
+    enqueued until then.
     """
 
-    __slots__ = ("_brackets", "_exports", "_ptr", "_released", "_streams", "mode", "partition", "place")
+    __slots__ = ("__weakref__", "_exports", "_lease", "_ptr", "_released", "mode", "partition", "place")
 
     def __init__(self, partition: Partition, place: Place, mode: Mode, ptr: int, stream: Stream | None) -> None:
         self.partition = partition
         self.place = place
         self.mode = mode
         self._ptr = ptr
-        self._streams: tuple[Stream, ...] = () if stream is None else (stream,)
-        self._brackets: tuple[Bracket, ...] = ()
         self._released = False
         self._exports: weakref.WeakSet[object] | None = None
-        if partition.space.bracketed:
-            self._brackets = (self._bracket(stream),)
+        self._lease = lease = Lease(self)
+        lease.partition = partition
+        lease.place = place
+        lease.mode = mode
+        lease.streams = () if stream is None else (stream,)
+        lease.brackets = (self._bracket(stream),) if partition.space.bracketed else ()
+        lease.abandoned = False
 
     @property
     def ptr(self) -> int:
@@ -82,7 +111,7 @@ class View:
     @property
     def streams(self) -> tuple[Stream, ...]:
         """The streams that may use this view, the one that acquired it first; none for HOST."""
-        return self._streams
+        return self._lease.streams
 
     def array(self, dtype: Any = "uint8", shape: Any = None, *, offset: int = 0) -> npt.NDArray[Any]:
         """The bytes of a HOST view as a NumPy array; it is read-only if the view is.
@@ -146,11 +175,12 @@ class View:
         with space.lock:
             if self._released:
                 raise self._gone()
-            if stream not in self._streams:
-                self.partition._admit_reader(self, stream)
+            lease = self._lease
+            if stream not in lease.streams:
+                self.partition._admit_reader(lease, stream)
                 if space.bracketed:
-                    self._brackets += (self._bracket(stream),)
-                self._streams += (stream,)
+                    lease.brackets += (self._bracket(stream),)
+                lease.streams += (stream,)
 
     def release(self) -> None:
         """End the view: its last uses are those enqueued until now.  A second call does nothing.
@@ -173,12 +203,14 @@ class View:
             if not self._released:
                 if self._exports is not None:
                     self._forbid_exports(self._exports)
-                self.partition._release(self)
+                self.partition._release(self._lease)
                 self._released = True
 
     def export(self, user: object) -> None:
         """Refuse to be released as long as `user`, through whom others use the bytes, is alive."""
-        with self.partition.space.lock:
+        space = self.partition.space
+        space.driver.require_usable()
+        with space.lock:
             if self._released:
                 raise self._gone()
             if self._exports is None:
@@ -197,15 +229,17 @@ class View:
     def __enter__(self) -> View:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None:
+            self.release()
+            return
+        # The arrays of a block that raises are still in its frames; the view ends once they are gone.
+        self._lease.abandoned = True
+        with contextlib.suppress(AllocatorError):
+            self.release()
 
     def _gone(self) -> ClosedError:
         return ClosedError(f"view of {self.partition.name}: it was released; acquire it again")
-
-    def _end_brackets(self) -> None:
-        for bracket in self._brackets:
-            bracket.end()
 
     def _bracket(self, stream: Stream | None) -> Bracket:
         """Tell a driver that checks accesses which bytes are touched from now on."""

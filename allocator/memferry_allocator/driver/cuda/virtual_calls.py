@@ -6,6 +6,7 @@ from cuda.bindings import driver as cu
 
 from ...errors import DriverError, DriverOutOfMemory
 from ..addresses import AddressBook, Mapping, Pages
+from ..integers import integer, integers
 from ..types import PageKind, PageLocation
 from .errors import OUT_OF_MEMORY
 from .memory_calls import MemoryCalls
@@ -25,6 +26,7 @@ class VirtualCalls(MemoryCalls):
         return max(self._granularity(location), self._book().granularity)
 
     def reserve_addresses(self, nbytes: int, *, alignment: int = 0) -> int:
+        nbytes, alignment = integers("reserve_addresses", nbytes, alignment)
         book = self._book()
         with self._lock, self._on_any():
             book.check_reserve(nbytes, alignment)
@@ -34,6 +36,7 @@ class VirtualCalls(MemoryCalls):
             return address
 
     def release_addresses(self, address: int, nbytes: int) -> None:
+        address, nbytes = integers("release_addresses", address, nbytes)
         book = self._book()
         with self._lock, self._on_any():
             reservation = book.check_release(address, nbytes)
@@ -42,6 +45,7 @@ class VirtualCalls(MemoryCalls):
             book.forget(reservation)
 
     def create_pages(self, location: PageLocation, nbytes: int) -> int:
+        nbytes = integer("create_pages", nbytes)
         book = self._book()
         book.check_create(nbytes)
         self._granularity(location)
@@ -62,6 +66,7 @@ class VirtualCalls(MemoryCalls):
             book.given_up(pages)
 
     def map_pages(self, address: int, nbytes: int, handle: int, *, device: int) -> None:
+        address, nbytes, handle = integers("map_pages", address, nbytes, handle)
         book = self._book()
         with self._lock, self._on(device):
             reservation, pages = book.check_map(address, nbytes, handle)
@@ -78,6 +83,7 @@ class VirtualCalls(MemoryCalls):
             book.mapped(reservation, Mapping(address, nbytes, pages, device))
 
     def unmap_pages(self, address: int, nbytes: int) -> None:
+        address, nbytes = integers("unmap_pages", address, nbytes)
         book = self._book()
         with self._lock, self._on_any():
             reservation, mappings = book.check_unmap(address, nbytes)

@@ -8,6 +8,7 @@ from typing import ClassVar
 from ...errors import DeviceLostError, DriverError
 from ..api import Driver
 from ..handles import Event, Stream, require_stream
+from ..integers import integer
 from ..types import DeviceInfo, MemoryInfo
 from .addressing import Memory
 from .captures import Captures
@@ -93,6 +94,7 @@ class EmulatedCore(Driver):
             self._lost.add(self._device(device))
             for state in self._on(device):
                 self._engine.scheduler.drop(state.queue)
+            self._engine.log.lose(state.actor for state in self._on(device))
             self._captures.drop(device)
             self._memory.devices[device].spoil()
 
@@ -108,6 +110,7 @@ class EmulatedCore(Driver):
             raise _lost("driver", 0)
 
     def _device(self, device: int) -> int:
+        device = integer("device", device)
         self._alive()
         if not 0 <= device < self.options.device_count:
             raise DriverError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from ...errors import DriverError
+from ..integers import integer, integers
 from ..types import Span
 from .core import EmulatedCore
 from .memory import MAPPED_OFFSET, Kind
@@ -14,12 +15,14 @@ class MemoryCalls(EmulatedCore):
     """Taking memory, giving it back, and looking at it."""
 
     def malloc(self, device: int, nbytes: int) -> int:
+        nbytes = integer("malloc", nbytes)
         with self._lock:
             memory = self._memory.devices[self._device(device)]
             self._captures.forbid("malloc")
             return memory.malloc(nbytes)
 
     def free(self, device: int, ptr: int) -> None:
+        ptr = integer("free", ptr)
         with self._lock:
             memory = self._memory.devices[self._device(device)]
             if ptr != 0:
@@ -30,12 +33,14 @@ class MemoryCalls(EmulatedCore):
                 memory.free(ptr)
 
     def host_register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
+        address, nbytes = integers("host_register", address, nbytes)
         with self._lock:
             self._alive()
             self._captures.forbid("host_register")
             self._memory.host.register(address, nbytes, read_only=read_only)
 
     def host_unregister(self, address: int) -> None:
+        address = integer("host_unregister", address)
         with self._lock:
             self._alive()
             self._captures.forbid("host_unregister")
@@ -45,12 +50,14 @@ class MemoryCalls(EmulatedCore):
             self._memory.host.unregister(address)
 
     def host_registration(self, address: int) -> Span | None:
+        address = integer("host_registration", address)
         with self._lock:
             self._alive()
             found = self._memory.host.find(address, 1)
             return None if found is None else Span(found.start, found.nbytes)
 
     def host_device_pointer(self, address: int, device: int) -> int:
+        address = integer("host_device_pointer", address)
         with self._lock:
             self._device(device)
             if self._memory.host.find(address, 1) is None:
@@ -60,6 +67,7 @@ class MemoryCalls(EmulatedCore):
             return address + MAPPED_OFFSET
 
     def host_bytes(self, ptr: int, nbytes: int) -> memoryview | None:
+        ptr, nbytes = integers("host_bytes", ptr, nbytes)
         with self._lock:
             place = self._locate(ptr, nbytes, "host_bytes")
             if place.kind is Kind.PAGEABLE:

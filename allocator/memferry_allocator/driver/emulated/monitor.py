@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +26,7 @@ class Monitor:
         self._owner = 0
         self._depth = 0
         self._late: deque[Callable[[], None]] = deque()
+        self._draining: set[int] = set()  # threads that run what is late: what that leaves is theirs too
 
     def __enter__(self) -> None:
         self._guard()
@@ -38,12 +40,27 @@ class Monitor:
         if outermost:
             self._owner = 0
         self._lock.release()
-        while outermost and self._late:
-            try:
-                action = self._late.popleft()
-            except IndexError:  # another thread was quicker
-                return
-            action()
+        if outermost and self._late:
+            self._run_late()
+
+    def _run_late(self) -> None:
+        """Run what was put off, one after the other, not inside one another."""
+        me = threading.get_ident()
+        if me in self._draining:
+            return
+        self._draining.add(me)
+        try:
+            while self._late:
+                try:
+                    action = self._late.popleft()
+                except IndexError:  # another thread was quicker
+                    return
+                try:
+                    action()
+                except Exception:  # told as `weakref.finalize` tells it; the others are run all the same
+                    sys.excepthook(*sys.exc_info())
+        finally:
+            self._draining.discard(me)
 
     def finalise(self, action: Callable[[], None]) -> None:
         """Run `action` now, or at the end of the call that the calling thread is in."""

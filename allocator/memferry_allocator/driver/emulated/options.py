@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any
 
 from ...errors import InvalidRequestError
 
@@ -15,11 +17,20 @@ class LinkModel:
     bytes_per_second: float
 
     def __post_init__(self) -> None:
-        if self.latency_s < 0 or self.bytes_per_second <= 0:
+        if not isinstance(self.latency_s, Real) or not isinstance(self.bytes_per_second, Real):
+            raise InvalidRequestError(f"link: {self} has no two numbers; give seconds, and bytes per second")
+        if not self.latency_s >= 0 or not self.bytes_per_second > 0:
             raise InvalidRequestError(f"link: {self} would take no time, or move backwards")
 
     def seconds(self, nbytes: int) -> float:
         return self.latency_s + nbytes / self.bytes_per_second
+
+
+_KINDS: dict[str, tuple[type, str]] = {
+    "int": (Integral, "an integer"),
+    "float": (Real, "a number"),
+    "LinkModel": (LinkModel, "a LinkModel"),
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,13 @@ class EmulatedOptions:
     peer: LinkModel = field(default=LinkModel(10e-6, 391e9))
 
     def __post_init__(self) -> None:
+        for entry in fields(self):
+            value: Any = getattr(self, entry.name)
+            kind, what = _KINDS[str(entry.type)]
+            if not isinstance(value, kind):
+                raise InvalidRequestError(f"{entry.name}: {value!r} is not {what}")
+            if kind is Integral:
+                object.__setattr__(self, entry.name, int(getattr(self, entry.name)))  # NumPy's integers wrap round
         if not 1 <= self.device_count <= 8:
             raise InvalidRequestError(f"device_count: {self.device_count} is not 1 to 8")
         if self.device_memory <= 0:

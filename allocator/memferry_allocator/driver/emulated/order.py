@@ -8,6 +8,7 @@ Two overlapping accesses, one of them a write, are a race unless the later one's
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ...errors import RaceError
@@ -57,11 +58,18 @@ class AccessLog:
         self._starts: list[int] = []
         self._segments: list[_Segment] = []
         self._open: list[OpenAccess] = []
+        self._gone: set[int] = set()
 
     def check(self, start: int, end: int, *, write: bool, actor: int, clock: Clock, label: str) -> None:
         """Raise `RaceError` if an access that `clock` does not know conflicts with this one."""
         for held in self._open:
-            if held.actor != actor and held.start < end and start < held.end and (write or held.write):
+            if (
+                held.actor != actor
+                and held.actor not in self._gone
+                and held.start < end
+                and start < held.end
+                and (write or held.write)
+            ):
                 raise _race(start, end, write, label, held.write, held.label, "still going on")
         low, high = self._first(start), bisect.bisect_left(self._starts, end)
         for segment in self._segments[low:high]:
@@ -75,6 +83,8 @@ class AccessLog:
 
     def record(self, start: int, end: int, *, write: bool, access: Access) -> None:
         """Remember an access that `check` has passed."""
+        if access.actor in self._gone:
+            return
         self._split(start)
         self._split(end)
         low, high = self._first(start), self._first(end)
@@ -93,6 +103,14 @@ class AccessLog:
                 fresh.append(_Segment(position, end, readers={access.actor: access}))
         self._segments[low:high] = fresh
         self._starts[low:high] = [segment.start for segment in fresh]
+
+    def lose(self, actors: Iterable[int]) -> None:
+        """Streams of a device that is lost touch nothing any more: nobody has to come after what they did."""
+        self._gone.update(actors)
+        for segment in self._segments:
+            if segment.writer is not None and segment.writer.actor in self._gone:
+                segment.writer = None
+            segment.readers = {a: read for a, read in segment.readers.items() if a not in self._gone}
 
     def begin(self, access: OpenAccess) -> None:
         self._open.append(access)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...errors import DriverError
+from ..integers import integer, integers
 from ..types import PageKind, PageLocation
 from .core import EmulatedCore
 from .virtual import GRANULARITY
@@ -18,18 +19,21 @@ class VirtualCalls(EmulatedCore):
             return GRANULARITY
 
     def reserve_addresses(self, nbytes: int, *, alignment: int = 0) -> int:
+        nbytes, alignment = integers("reserve_addresses", nbytes, alignment)
         with self._lock:
             self._alive()
             self._captures.forbid("reserve_addresses")
             return self._memory.virtual.reserve(nbytes, alignment)
 
     def release_addresses(self, address: int, nbytes: int) -> None:
+        address, nbytes = integers("release_addresses", address, nbytes)
         with self._lock:
             self._alive()
             self._captures.forbid("release_addresses")
             self._memory.virtual.release(address, nbytes)
 
     def create_pages(self, location: PageLocation, nbytes: int) -> int:
+        nbytes = integer("create_pages", nbytes)
         with self._lock:
             self._alive()
             self._captures.forbid("create_pages")
@@ -37,18 +41,21 @@ class VirtualCalls(EmulatedCore):
             return self._memory.virtual.create(location, nbytes)
 
     def release_pages(self, handle: int) -> None:
+        handle = integer("release_pages", handle)
         with self._lock:
             self._alive()
             self._captures.forbid("release_pages")
             self._engine.forget(self._memory.virtual.give_up(handle))
 
     def map_pages(self, address: int, nbytes: int, handle: int, *, device: int) -> None:
+        address, nbytes, handle = integers("map_pages", address, nbytes, handle)
         with self._lock:
             self._device(device)
             self._captures.forbid("map_pages")
             self._memory.virtual.map(address, nbytes, handle, device)
 
     def unmap_pages(self, address: int, nbytes: int) -> None:
+        address, nbytes = integers("unmap_pages", address, nbytes)
         with self._lock:
             self._alive()
             self._captures.forbid("unmap_pages")

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...errors import DriverError
 from ..handles import NO_BRACKET, Bracket, Stream
+from ..integers import integers
 from ..types import Span
 from .core import EmulatedCore
 from .memory import HOST_END, MAPPED_OFFSET, Kind, Place
@@ -19,6 +20,7 @@ class WorkCalls(EmulatedCore):
     """Everything that touches bytes, and which device may."""
 
     def copy(self, dst: int, src: int, nbytes: int, *, stream: Stream) -> None:
+        dst, src, nbytes = integers("copy", dst, src, nbytes)
         with self._lock:
             state = self._state(stream)
             if nbytes == 0:
@@ -45,6 +47,7 @@ class WorkCalls(EmulatedCore):
                 self._engine.scheduler.force(work)
 
     def fill(self, ptr: int, value: int, nbytes: int, *, stream: Stream) -> None:
+        ptr, value, nbytes = integers("fill", ptr, value, nbytes)
         with self._lock:
             state = self._state(stream)
             if nbytes == 0:
@@ -151,6 +154,7 @@ class WorkCalls(EmulatedCore):
         return place.device == device or (device, place.device) in self._peers
 
     def _kernel_touch(self, span: Span, write: bool, device: int) -> Touch:
+        span = Span(*integers("launch", *span))
         place = self._locate(span.ptr, span.nbytes, "launch")
         if not self._reachable(place, span.ptr, device):
             if place.users is not None:
@@ -166,6 +170,7 @@ class WorkCalls(EmulatedCore):
 
     def _host_touch(self, span: Span, write: bool) -> Touch:
         self._alive()
+        span = Span(*integers("host_access", *span))
         if not 0 < span.ptr < HOST_END or span.nbytes < 0:
             raise DriverError(
                 "CUDA_ERROR_INVALID_VALUE", "host_access", f"{span.nbytes} bytes at {span.ptr:#x} in host memory"
