@@ -177,3 +177,16 @@ def test_state_that_the_optimizer_has_already_is_taken_over() -> None:
             optimizer.zero_grad()
     assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), model.parameters(), strict=True))
     memferry_rt.restore(model)
+
+
+@pytest.mark.parametrize("share", [0.6, 8.0], ids=["cpu", "resident"])
+def test_a_gradient_kept_over_restore_is_an_ordinary_tensor(share: float) -> None:
+    both = Trained(share=share)
+    both.steps(2)
+    for model in (both.plain, both.model):
+        next_token_loss(model, 2).backward()
+    kept = [parameter.grad for parameter in both.model.parameters()]
+    memferry_rt.restore(both.model)
+    for gradient, mine, plain in zip(kept, both.model.parameters(), both.plain.parameters(), strict=True):
+        assert torch.equal(gradient, plain.grad)
+        assert mine.grad is gradient

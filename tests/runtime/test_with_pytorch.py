@@ -106,6 +106,37 @@ def test_step_hooks_and_closures(trained: Trained) -> None:
     assert calls == ["pre", "post"]
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["after offload", "before offload"])
+def test_post_accumulate_hooks_see_the_sum(before: bool) -> None:
+    def clamp(parameter: nn.Parameter) -> None:
+        parameter.grad.clamp_(-1e-3, 1e-3)
+
+    torch.manual_seed(0)
+    plain = Decoder()
+    model = copy.deepcopy(plain)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (plain, model)]
+
+    def offload() -> None:
+        memferry_rt.offload(model, optimizers[1], device="emulated", device_memory="120KiB")
+
+    if not before:
+        offload()
+    handles = [p.register_post_accumulate_grad_hook(clamp) for m in (plain, model) for p in m.parameters()]
+    if before:
+        offload()
+    for number in range(3):
+        for m, optimizer in zip((plain, model), optimizers, strict=True):
+            next_token_loss(m, number).backward()
+            next_token_loss(m, number + 10).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), model.parameters(), strict=True))
+    memferry_rt.restore(model)
+    for handle in handles:
+        handle.remove()
+    assert not model.head.weight._post_accumulate_grad_hooks
+
+
 def test_settings_changed_between_backward_and_step_take_effect(trained: Trained) -> None:
     for model, optimizer in ((trained.plain, trained.plain_optimizer), (trained.model, trained.optimizer)):
         next_token_loss(model, 0).backward()

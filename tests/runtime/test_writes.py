@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -239,3 +240,126 @@ def test_aliases_that_fill_the_pool_are_named() -> None:
     leak = False
     model(torch.ones(2, 32))
     memferry_rt.restore(model)
+
+
+def test_gradients_asked_for_by_name_leave_those_of_backward_alone(trained: Trained) -> None:
+    for model, optimizer in ((trained.plain, trained.plain_optimizer), (trained.model, trained.optimizer)):
+        next_token_loss(model, 0).backward()
+        torch.autograd.grad(next_token_loss(model, 1), list(model.parameters()))
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    trained.steps(1, first=2)
+    assert trained.same()
+
+
+def test_backward_into_some_parameters(trained: Trained) -> None:
+    for model, optimizer in ((trained.plain, trained.plain_optimizer), (trained.model, trained.optimizer)):
+        next_token_loss(model, 0).backward()
+        next_token_loss(model, 1).backward(inputs=[model.head.weight, model.blocks[0].up.weight])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert trained.same()
+
+
+def test_a_hook_that_raises_loses_no_gradient(trained: Trained) -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    for clear in (False, True):
+        for model, optimizer in (
+            (trained.plain, trained.plain_optimizer),
+            (trained.model, trained.optimizer),
+        ):
+            next_token_loss(model, 0).backward()
+            handle = model.blocks[0].up.weight.register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                next_token_loss(model, 1).backward()
+            handle.remove()
+            assert model.blocks[0].up.weight.grad is not None
+            if clear:
+                optimizer.zero_grad()
+            next_token_loss(model, 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert trained.same()
+
+
+def _swapped(one: nn.Parameter, other: nn.Parameter) -> None:
+    one.grad, other.grad = other.grad, one.grad
+
+
+def _crossed_views(one: nn.Parameter, other: nn.Parameter) -> None:
+    one.grad, other.grad = other.grad.view_as(one), one.grad.view_as(other)
+
+
+def _moved_on(one: nn.Parameter, other: nn.Parameter) -> None:
+    other.grad, one.grad = one.grad, torch.ones_like(one)
+
+
+@pytest.mark.parametrize("move", [_swapped, _crossed_views, _moved_on])
+@pytest.mark.parametrize("options", [{"share": 0.6}, {"share": 8.0}], ids=["cpu", "resident"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_moved_between_parameters(move: Any, options: dict[str, Any], accumulate: bool) -> None:
+    both = Trained(**options)
+    for number in range(3):
+        for model, optimizer in ((both.plain, both.plain_optimizer), (both.model, both.optimizer)):
+            next_token_loss(model, number).backward()
+            move(model.blocks[0].up.weight, model.blocks[1].up.weight)
+            if accumulate and move is not _crossed_views:
+                next_token_loss(model, number + 10).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert both.same()
+    both.runtime.close()
+
+
+@pytest.mark.parametrize("options", [{"share": 0.6}, {"share": 8.0}], ids=["cpu", "resident"])
+def test_a_transposed_gradient(options: dict[str, Any]) -> None:
+    """The fused AdamW of PyTorch takes every gradient for contiguous: the plain one gets such a one."""
+    both = Trained(**options)
+    for model, optimizer in ((both.plain, both.plain_optimizer), (both.model, both.optimizer)):
+        next_token_loss(model, 0).backward()
+        weight = model.blocks[0].up.weight
+        turned = weight.grad.view(weight.shape[::-1]).t()
+        weight.grad = turned.contiguous() if model is both.plain else turned
+        expected = weight.grad.clone()
+        optimizer.step()
+        assert torch.equal(weight.grad, expected)
+    assert both.same()
+    both.runtime.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"share": 0.6}, {"share": 0.6, "spare_slabs": 4}, {"share": 8.0}],
+    ids=["cpu", "early", "resident"],
+)
+def test_gradients_kept_by_reference_stay_what_they_were(options: dict[str, Any]) -> None:
+    both = Trained(**options)
+    old: dict[nn.Module, list[torch.Tensor]] = {}
+    for number in range(4):
+        for model, optimizer in ((both.plain, both.plain_optimizer), (both.model, both.optimizer)):
+            next_token_loss(model, number).backward()
+            for parameter, gradient in zip(model.parameters(), old.get(model, ()), strict=False):
+                parameter.grad.add_(gradient, alpha=0.5)
+            old[model] = [parameter.grad for parameter in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        for one, other in zip(*old.values(), strict=True):
+            assert torch.equal(one, other)
+    assert both.same()
+    both.runtime.close()
+
+
+def test_gradients_nobody_keeps_are_not_copied(trained: Trained) -> None:
+    trained.steps(2)
+    homes = [slot.home for slot in trained.runtime.gradients.slots]
+    del homes[1:]  # one is kept, here
+    trained.steps(2)
+    now = [slot.home for slot in trained.runtime.gradients.slots]
+    assert now[0] is not homes[0]
+    del now
+    addresses = [id(slot.home) for slot in trained.runtime.gradients.slots]
+    trained.steps(2)
+    assert addresses == [id(slot.home) for slot in trained.runtime.gradients.slots]

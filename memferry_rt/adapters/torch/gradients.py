@@ -4,13 +4,18 @@ A gradient that autograd has made is copied into a small ring in device memory, 
 and from there home, on the copy stream.  Autograd's own tensor is free again at once.  After backward, a
 parameter's ``grad`` is a view of the gradient's home: host pages, as the device sees them.  The gradients of a
 layer whose optimizer state lives on the device are at home there, and never leave.
+
+Whoever keeps a ``grad`` that is no longer its parameter's keeps its values, as in PyTorch: before a home is
+written to anew, a tensor object over it that somebody else holds gets memory of its own.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,8 +40,10 @@ class GradientSlot:
         Over the memory where the gradient belongs: host pages, or the device's where the layer is resident.
     span : Span
         That memory: a host address, or a device pointer.
+    arriving : bool
+        Whether autograd is putting a new gradient into ``parameter.grad``.
     partial : Tensor or None
-        What earlier micro-steps have summed, while a new gradient is being made.
+        What earlier micro-steps have summed, meanwhile.
     leaving : Event or None
         Until when its copy home is under way.
     norm : Tensor or None
@@ -49,12 +56,31 @@ class GradientSlot:
     parameter: nn.Parameter
     layer: LayerState
     index: int
-    home: torch.Tensor
-    span: Span
+    home: torch.Tensor = field(init=False)
+    span: Span = field(init=False)
+    arriving: bool = False
     partial: torch.Tensor | None = None
     leaving: Event | None = None
     norm: torch.Tensor | None = None
     version: int = -1
+
+    _own_references: tuple[int, int] = (0, 0)
+
+    def rehome(self, span: Span) -> None:
+        """The gradient belongs where its layer says now."""
+        self.home = self.layer.gradient_home(self.index)  # in no local variable, which would count
+        self.span, self.version = span, -1
+        self._own_references = self._references()
+
+    @property
+    def held(self) -> bool:
+        """Whether somebody outside holds `home`, be it as the ``grad`` of a parameter."""
+        counts = zip(self._references(), self._own_references, strict=True)
+        return any(now > own for now, own in counts)
+
+    def _references(self) -> tuple[int, int]:
+        """References to `home` as a Python object, and from within PyTorch."""
+        return sys.getrefcount(self.home), self.home._use_count()  # type: ignore[attr-defined]
 
 
 @dataclass(eq=False)
@@ -106,6 +132,7 @@ class GradientFlow:
         self._homes: dict[LayerState, _LayerHome] = {}
         self._segments: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
+        self._accumulations: dict[GradientSlot, Any] = {}  # autograd itself forgets a node between backwards
         self._last: Event | None = None
         self._graph_task = -1
         self.slots: list[GradientSlot] = []
@@ -115,25 +142,35 @@ class GradientFlow:
         """Take over a parameter's gradient; the order of calls is the order of the norm."""
         offset = layer.layout.slots[index].gradient
         span = Span(layer.gradient_span.ptr + offset, layer.layout.slots[index].spec.nbytes)
-        slot = GradientSlot(name, parameter, layer, index, layer.gradient_home(index), span)
+        slot = GradientSlot(name, parameter, layer, index)
+        slot.rehome(span)
         self.slots.append(slot)
         self._homes.setdefault(layer, _LayerHome(layer.gradient_span)).slots.append(slot)
 
         # The garbage collector does not see through these hooks: they must not keep what they hang on alive.
         flow, known = weakref.ref(self), weakref.ref(slot)
 
-        def before(gradient: torch.Tensor) -> None:
+        def before(gradients: tuple[torch.Tensor | None, ...]) -> None:
             slot = known()
-            if slot is not None and slot.parameter.grad is not None:
-                slot.partial, slot.parameter.grad = slot.parameter.grad, None
+            if slot is not None:
+                slot.arriving = gradients[0] is not None and slot.parameter.requires_grad
+                slot.partial = None
+                if slot.arriving:
+                    slot.partial, slot.parameter.grad = slot.parameter.grad, None
 
         def after(parameter: torch.Tensor) -> None:
             me, slot = flow(), known()
-            if me is not None and slot is not None:
+            if me is not None and slot is not None and slot.arriving:
                 me._arrive(slot)
 
-        self._handles.append(parameter.register_hook(before))
+        # A hook on the parameter itself would also run for `autograd.grad`, and before hooks that may fail.
+        accumulation = self._accumulations[slot] = _accumulation(parameter)
+        self._handles.append(accumulation.register_prehook(before))
+        earlier = list(parameter._post_accumulate_grad_hooks or ())
         self._handles.append(parameter.register_post_accumulate_grad_hook(after))
+        hooks = parameter._post_accumulate_grad_hooks
+        for key in earlier:  # they are to see the sum; an OrderedDict's own order is not what autograd goes by
+            hooks[key] = hooks.pop(key)
         return slot
 
     def move_home(self, layer: LayerState) -> None:
@@ -144,13 +181,16 @@ class GradientFlow:
         if home.bracket is not None:
             home.bracket.end()
             home.bracket = None
+        for slot in home.slots:
+            self._let_go(slot)
         home.on_device = layer.residence is not None
         home.span = layer.gradient_span if layer.residence is None else layer.residence.gradient_span
         for slot in home.slots:
-            old, slot.home = slot.home, layer.gradient_home(slot.index)
-            slot.span = Span(home.span.ptr + layer.layout.slots[slot.index].gradient, slot.span.nbytes)
-            if slot.parameter.grad is old:
-                unchanged = slot.version == old._version
+            old, unchanged = slot.home, slot.version == slot.home._version
+            present = slot.parameter.grad is old
+            span = Span(home.span.ptr + layer.layout.slots[slot.index].gradient, slot.span.nbytes)
+            slot.rehome(span)
+            if present:
                 with torch.no_grad(), self._writes_home(slot, "move of"):
                     slot.home.copy_(old)
                 slot.parameter.grad = slot.home
@@ -162,25 +202,29 @@ class GradientFlow:
         self._segments.clear()
 
     def detach(self) -> None:
+        """Let the parameters go; gradients that somebody keeps become ordinary CPU tensors, as all others."""
+        for slot in self.slots:
+            self._let_go(slot, device="cpu")
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._accumulations.clear()
 
     # -- during backward --------------------------------------------------------------------------------
     @torch.no_grad()
     def _arrive(self, slot: GradientSlot) -> None:
         parameter = slot.parameter
         gradient, partial = parameter.grad, slot.partial
-        slot.partial = None
-        if gradient is None:  # an undefined gradient adds nothing
-            parameter.grad = partial
-            return
+        slot.arriving, slot.partial = False, None
+        assert gradient is not None
         self._refuse_odd(slot, gradient)
         stream = self._stream()
         home = self._homes[slot.layer]
         self._settle(slot.layer)
         if partial is not None:
             self._add(slot, gradient, partial, stream)
+        if partial is not slot.home:
+            self._let_go(slot)
         slot.norm = _norm(gradient)
         self._send(slot, home, gradient, stream)
         parameter.grad = slot.home
@@ -281,6 +325,7 @@ class GradientFlow:
         """
         self.finish()
         present = [slot for slot in self.slots if slot.parameter.grad is not None]
+        self._separate(present)
         for slot in present:
             gradient = slot.parameter.grad
             assert gradient is not None
@@ -288,14 +333,64 @@ class GradientFlow:
                 continue
             with torch.no_grad():
                 if gradient is not slot.home:
-                    self._refuse_odd(slot, gradient)
                     self._take_over(slot, gradient)
                 slot.norm = _norm(slot.home)
             slot.version = slot.home._version
         return present
 
+    def _separate(self, present: list[GradientSlot]) -> None:
+        """Gradients that lie in the home of another, or otherwise in their own, get memory of their own.
+
+        They could not be taken over one after the other.
+        """
+        foreign = [slot for slot in present if slot.parameter.grad is not slot.home]
+        if not foreign:
+            return
+        owners = {id(slot.home): slot for slot in self.slots}
+        storages = {_storage(slot.home) for slot in self.slots}
+        for slot in foreign:
+            gradient = slot.parameter.grad
+            assert gradient is not None
+            self._refuse_odd(slot, gradient)
+            owner = owners.get(id(gradient))
+            if owner is not None and owner.home is gradient:
+                self._settle(owner.layer)
+                self._let_go(owner)
+            elif _storage(gradient) in storages and not _lies_alike(gradient, slot.home):
+                gradient.data = gradient.detach().clone()
+
+    @torch.no_grad()
+    def _let_go(self, slot: GradientSlot, device: str | None = None) -> None:
+        """If somebody else holds the tensor over a gradient's home, give it its values in memory of its own.
+
+        The gradient has a new tensor over its home then.  No update is reading it.
+        """
+        present = slot.parameter.grad is slot.home
+        if present:  # which does not count
+            slot.parameter.grad = None
+        held, old = slot.held, slot.home
+        if present:
+            slot.parameter.grad = old
+        if not held:
+            return
+        stream = self._stream()
+        if slot.leaving is not None:
+            stream.wait(slot.leaving)
+        with torch.inference_mode(False), torch.no_grad():
+            if self._homes[slot.layer].bracket is not None:
+                own = old.to(device or old.device, copy=True)
+            else:
+                reads = [self._home_span(slot)]
+                with self._driver.launch(stream, reads=reads, label=f"kept gradient of {slot.name}"):
+                    own = old.to(device or old.device, copy=True)
+            if slot.layer.residence is None:
+                slot.layer.gradients[slot.index] = old.data
+            old.data = own
+        slot.rehome(slot.span)
+
     def _take_over(self, slot: GradientSlot, gradient: torch.Tensor) -> None:
         self._settle(slot.layer)
+        self._let_go(slot)
         home = self._homes[slot.layer]
         if home.bracket is not None:
             slot.home.copy_(gradient)
@@ -331,6 +426,23 @@ class GradientFlow:
 def _norm(gradient: torch.Tensor) -> torch.Tensor:
     """The fp64 2-norm, without a copy of the gradient in fp64."""
     return torch._foreach_norm([gradient], 2, dtype=torch.float64)[0]
+
+
+def _accumulation(parameter: nn.Parameter) -> Any:
+    """The node with which autograd accumulates into a parameter's ``grad``."""
+    with torch.inference_mode(False), torch.enable_grad():
+        made = parameter.expand_as(parameter).grad_fn
+    assert made is not None
+    return made.next_functions[0][0]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _lies_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    forms = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (one, other)]
+    return forms[0] == forms[1]
 
 
 def _in_memory_order(gradient: torch.Tensor, slot: GradientSlot) -> torch.Tensor:
