@@ -13,7 +13,7 @@ from torch import nn
 
 import memferry_rt
 from memferry_allocator import InvalidRequestError, RaceError
-from memferry_rt import BudgetError
+from memferry_rt import BudgetError, UnsupportedError
 from memferry_rt.adapters.torch.early import EarlyUpdates
 from memferry_rt.speculation import PATIENCE, RETURN, Speculation
 
@@ -137,6 +137,24 @@ def _change_a_count(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.state[model.head.weight]["step"].add_(5.0)
 
 
+def _replace_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        optimizer.state[parameter]["exp_avg_sq"] = torch.full_like(parameter, 0.5)
+
+
+def _swap_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    one, other = (optimizer.state[model.blocks[number].up.weight] for number in (0, 1))
+    one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
+
+
+def _clear_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def _remove_an_entry(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    del optimizer.state[model.head.weight]
+
+
 def _load(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     state = copy.deepcopy(optimizer.state_dict())
     for entry in state["state"].values():
@@ -150,7 +168,7 @@ def _another_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 
 CHANGES = [
     _change_settings, _clip, _change_a_gradient, _change_a_weight, _change_a_moment, _change_a_count, _load,
-    _another_backward,
+    _another_backward, _replace_moments, _swap_moments, _clear_state, _remove_an_entry,
 ]  # fmt: skip
 
 
@@ -203,10 +221,58 @@ def test_a_failure_is_told_in_step_which_changes_nothing(trained: Trained, monke
     assert trained.same()
 
 
+def test_a_failure_of_what_was_thrown_away_is_not_told(trained: Trained, monkeypatch: Any) -> None:
+    trained.steps(2)
+
+    def fail(*_: Any) -> Any:
+        raise ArithmeticError("in backward's shadow")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trained.runtime.updates, "run_early", fail)
+        next_token_loss(trained.model, 2).backward()
+    trained.optimizer.zero_grad()
+    next_token_loss(trained.model, 3).mul(float("inf")).backward()
+    trained.optimizer.step()
+    trained.optimizer.zero_grad()
+    trained.steps(2, first=4)
+    assert trained.same()
+
+
+def test_settings_that_are_wrong_during_backward_cost_no_slab(trained: Trained) -> None:
+    trained.steps(2)
+    group = trained.optimizer.param_groups[0]
+    group["amsgrad"] = True
+    for model in (trained.plain, trained.model):
+        next_token_loss(model, 2).backward()
+    with pytest.raises(UnsupportedError, match="amsgrad"):
+        trained.optimizer.step()
+    group["amsgrad"] = False
+    for optimizer in (trained.plain_optimizer, trained.optimizer):
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(early_of(trained)._spares) == 4
+    trained.steps(1, first=3)
+    assert trained.same()
+
+
+def test_parameters_without_elements() -> None:
+    def build() -> nn.Module:
+        model = small()
+        for block in model.blocks:  # its gradient comes last
+            block.up.nothing = nn.Parameter(torch.zeros(0))
+            block.up.register_forward_pre_hook(lambda up, x: (x[0] + up.nothing.sum(),))
+        return model
+
+    job = Job(build, next_token_loss, max_grad_norm=None, steps=3)
+    assert_same(plain(job), offloaded(job, share=0.6, spare_slabs=4, optimizer_split="cpu"))
+
+
 def test_the_gradients_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test of the tester: reading gradients at home too early is a race."""
     begin = EarlyUpdates._begin
-    monkeypatch.setattr(EarlyUpdates, "_begin", lambda self, layer, slab, home: begin(self, layer, slab, None))
+    monkeypatch.setattr(
+        EarlyUpdates, "_begin", lambda self, layer, slab, home, s: begin(self, layer, slab, None, s)
+    )
     with pytest.raises(RaceError):
         offloaded(Job(small, next_token_loss, max_grad_norm=None, steps=2), share=0.6, spare_slabs=4)
 

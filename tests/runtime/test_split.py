@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -157,6 +158,42 @@ def test_state_seen_loaded_and_written_by_the_user(place: str) -> None:
     both.steps(2, first=4)
     assert both.same()
     both.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_gradients_assigned_while_the_last_ones_are_read(place: str) -> None:
+    both = Both(PLACES[place], async_step=True)
+    for number in range(3):
+        both.backward(number)
+        for model, optimizer in both.pairs():
+            optimizer.step()
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1 * number)
+            optimizer.step()
+            optimizer.zero_grad()
+    for model in both.models:
+        memferry_rt.synchronize(model)
+    assert both.same()
+    both.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_kept_over_a_load_stays_whole(place: str) -> None:
+    both = Both(PLACES[place])
+    both.steps(2)
+    for model, optimizer in both.pairs():
+        kept = optimizer.state_dict()["state"]
+        before = copy.deepcopy(kept)
+        other = copy.deepcopy(optimizer.state_dict())
+        for entry in other["state"].values():
+            entry["exp_avg"].zero_()
+        optimizer.load_state_dict(other)
+        next_token_loss(model, 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        memferry_rt.restore(model)
+        for number, entry in before.items():
+            assert all(torch.equal(entry[key], kept[number][key]) for key in entry)
 
 
 @pytest.mark.parametrize("place", PLACES)

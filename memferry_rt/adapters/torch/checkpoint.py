@@ -56,14 +56,18 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     check_adam(model, optimizer)
     buffers = persistent_buffers(model)
     with _state(model, optimizer) as states:
-        tensors = {MODEL: {**_values(states), **buffers}, OPTIMIZER: dict(_optimizer_tensors(states))}
+        begun = [state for state in states if state.begun]
+        tensors = {
+            MODEL: {**_values(states), **buffers},
+            OPTIMIZER: {**dict(_rounded(states)), **dict(_moments(begun))},
+        }
         content = {
             "memferry": runtime_version(),
             "torch": torch.__version__,
             "optimizer": {
                 "type": optimizer_type(optimizer),
                 "groups": _groups(optimizer, states),
-                "steps": {state.name: state.steps for state in states if state.steps},
+                "steps": {state.name: state.steps for state in begun},
             },
             "extra": extra,
         }
@@ -126,12 +130,16 @@ def _values(states: list[ParameterState]) -> dict[str, torch.Tensor]:
     return {state.name: state.value for state in states}
 
 
-def _optimizer_tensors(states: list[ParameterState]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Moments, and the few weights that do not follow from their masters."""
+def _rounded(states: list[ParameterState]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The few weights that do not follow from their masters."""
     for state in states:
         if state.master is not None and not is_rounding(state.weight, state.master):
             yield f"{ROUNDED}.{state.name}", state.weight
-        if state.optimizer is not None and state.steps:
+
+
+def _moments(begun: list[ParameterState]) -> Iterator[tuple[str, torch.Tensor]]:
+    for state in begun:
+        if state.optimizer is not None:
             for key, moment in state.optimizer.moments().items():
                 yield f"{key}.{state.name}", moment
 

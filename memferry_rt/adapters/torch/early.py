@@ -98,10 +98,15 @@ class _Early:
 
 @dataclass(eq=False)
 class _Arrivals:
-    """The slots of one layer, and which of them have their gradient in this backward."""
+    """The slots of one layer, which of them have their gradient in this backward, and their last copy home."""
 
     slots: dict[int, GradientSlot] = field(default_factory=dict)
     arrived: set[int] = field(default_factory=set)
+    home: Event | None = None
+
+    def clear(self) -> None:
+        self.arrived.clear()
+        self.home = None
 
 
 class EarlyUpdates:
@@ -156,19 +161,32 @@ class EarlyUpdates:
         if layer is None:
             return
         layer.arrived.add(slot.index)
+        layer.home = slot.leaving or layer.home  # one without elements leaves nothing to wait for
         if len(layer.arrived) == len(layer.slots):
-            layer.arrived.clear()
-            if self.speculation.active and slot.layer.residence is None:
-                fitting = (s for s in self._spares if s.state.nbytes >= slot.layer.layout.state_nbytes)
-                slab = next(fitting, None)
-                if slab is not None:
-                    self._spares.remove(slab)
-                    self._begin(slot.layer, slab, slot.leaving)
+            home = layer.home
+            layer.clear()
+            if self.speculation.active and slot.layer.residence is None and self._patch.shows_own(slot.layer):
+                self._try(slot.layer, home)
 
-    def _begin(self, layer: LayerState, slab: SpareSlab, home: Event | None) -> None:
+    def _try(self, layer: LayerState, home: Event | None) -> None:
+        """Start a layer's update if a slab is free for it and the settings are ones to go by."""
+        slab = next((s for s in self._spares if s.state.nbytes >= layer.layout.state_nbytes), None)
+        if slab is None:
+            return
+        try:
+            settings = self._patch.settings()
+        except Exception:  # it is `step` that says so, if they are still wrong then
+            return
+        self._spares.remove(slab)
+        try:
+            self._begin(layer, slab, home, settings)
+        except BaseException:
+            self._spares.append(slab)
+            raise
+
+    def _begin(self, layer: LayerState, slab: SpareSlab, home: Event | None, settings: list[AdamSettings]) -> None:
         """Start a layer's update; its gradients are at home behind the event, as copies home keep their order."""
         plan = self._plans[layer]
-        settings = self._patch.settings()
         present = set(plan.indices)
         steps = {index: self._patch.next_count(layer.parameters[index]) for index in present}
         work = [
@@ -270,7 +288,8 @@ class EarlyUpdates:
             if layer not in but:
                 self._drop(layer)
         for arrivals in self._layers.values():
-            arrivals.arrived.clear()
+            arrivals.clear()
+        self._failure = None  # of work that nobody will use
 
     def _drop(self, layer: LayerState) -> None:
         early = self._early.pop(layer, None)
@@ -292,7 +311,6 @@ class EarlyUpdates:
         failure = self._failure
         if failure is not None:
             self.drop_all()
-            self._failure = None
             raise failure
 
 

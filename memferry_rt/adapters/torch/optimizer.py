@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -117,7 +118,7 @@ class OptimizerPatch:
                 "_step_supports_amp_scaling",
             )
         }
-        self._steps: dict[nn.Parameter, torch.Tensor] = {}
+        self._own: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         self._members = GroupMembers(optimizer)
         self._adopt_state()
         self._replace()
@@ -158,30 +159,51 @@ class OptimizerPatch:
 
     def count(self, parameter: nn.Parameter) -> torch.Tensor:
         """Advance a parameter's step number and give it, as a scalar of its own."""
-        step = self._steps[parameter]
+        step = self.step_of(parameter)
         step += 1
         return step.clone()
 
     def step_of(self, parameter: nn.Parameter) -> torch.Tensor:
         """A parameter's live step number."""
-        return self._steps[parameter]
+        return self._own[parameter]["step"]
 
     def next_count(self, parameter: nn.Parameter) -> torch.Tensor:
         """The step number that `count` will give, without advancing it."""
-        return self._steps[parameter] + 1
+        return self.step_of(parameter) + 1
 
     def moment(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
-        """A parameter's tensor in ``optimizer.state``."""
-        tensor: torch.Tensor = self.optimizer.state[parameter][key]
-        return tensor
+        """A parameter's live moment, which `optimizer.state` shows unless the user has replaced it."""
+        return self._own[parameter][key]
 
     def repoint(self, layer: LayerState) -> None:
         """A layer's state has moved: the tensors in ``optimizer.state`` stay, and show its new home."""
         for index, parameter in enumerate(layer.parameters):
-            if parameter in self._steps:
-                state = self.optimizer.state[parameter]
+            if parameter in self._own:
                 for key in MOMENTS:
-                    state[key].data = layer.in_shape(index, layer.state(index, key))
+                    self.moment(parameter, key).data = layer.in_shape(index, layer.state(index, key))
+
+    def shows_own(self, layer: LayerState) -> bool:
+        """Whether ``optimizer.state`` has the runtime's own tensors for all of a layer."""
+        return not any(parameter in self._own and self._replaced(parameter) for parameter in layer.parameters)
+
+    def adopt_replaced(self) -> None:
+        """Take over what the user has put into ``optimizer.state`` in place of the runtime's own tensors.
+
+        An entry that is missing or empty is the state before the first step.
+        """
+        replaced = [parameter for parameter in self._own if self._replaced(parameter)]
+        if not replaced:
+            return
+        self._settle()
+        state = self.optimizer.state
+        entries = [(parameter, state.get(parameter, {})) for parameter in replaced]
+        for parameter, entry in entries:
+            self._check_shapes(parameter, entry, "optimizer.state")
+        self._adopt_all([(parameter, entry, entry) for parameter, entry in entries])
+
+    def _replaced(self, parameter: nn.Parameter) -> bool:
+        entry = self.optimizer.state.get(parameter, {})
+        return any(entry.get(key) is not tensor for key, tensor in self._own[parameter].items())
 
     def tell(self, *, grad_norm: float | None, skipped_steps: int) -> None:
         """Let the user read what the last step found, on the optimizer itself."""
@@ -195,9 +217,9 @@ class OptimizerPatch:
                 self.optimizer.__dict__.pop(name, None)
             else:
                 setattr(self.optimizer, name, value)
-        for parameter, step in self._steps.items():
+        for parameter, own in self._own.items():
             state = self.optimizer.state[parameter]
-            if float(step) == 0:
+            if float(own["step"]) == 0 and not any(bool(own[key].any()) for key in MOMENTS):
                 del self.optimizer.state[parameter]
                 continue
             for key in MOMENTS:
@@ -207,22 +229,53 @@ class OptimizerPatch:
     # -- state ------------------------------------------------------------------------------------------
     def _adopt_state(self) -> None:
         """Move what state there is into the slabs, and make the slabs the state."""
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in self._home and parameter.requires_grad:
-                    self._adopt(parameter, self.optimizer.state.get(parameter, {}))
+        self._adopt_all(
+            [
+                (parameter, self.optimizer.state.get(parameter, {}), {})
+                for group in self.optimizer.param_groups
+                for parameter in group["params"]
+                if parameter in self._home and parameter.requires_grad
+            ]
+        )
 
-    def _adopt(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+    @torch.no_grad()
+    def _adopt_all(self, states: list[tuple[nn.Parameter, dict[str, Any], dict[str, Any]]]) -> None:
+        """Make states live: of each the parameter, the values, and the dict that is to be its entry."""
+        slabs = {tensor.untyped_storage().data_ptr() for own in self._own.values() for tensor in own.values()}
+        values = []
+        for parameter, state, _ in states:
+            own = self._own.get(parameter, {})
+            values.append(  # what lies in the slabs may be overwritten before it is read
+                {
+                    key: value.clone()
+                    if isinstance(value, torch.Tensor)
+                    and value is not own.get(key)
+                    and value.untyped_storage().data_ptr() in slabs
+                    else value
+                    for key, value in state.items()
+                    if key in STATE_KEYS
+                }
+            )
+        for (parameter, _, entry), value in zip(states, values, strict=True):
+            self._adopt(parameter, value, entry)
+
+    def _adopt(self, parameter: nn.Parameter, state: dict[str, Any], entry: dict[str, Any]) -> None:
         layer, index = self._home[parameter]
-        views = {key: layer.in_shape(index, layer.state(index, key)) for key in MOMENTS}
-        for key, view in views.items():
-            if key in state:
-                view.copy_(state[key])
-            else:
-                view.zero_()
-        step = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32, device="cpu")
-        self._steps[parameter] = step
-        self.optimizer.state[parameter] = {"step": step, **views}
+        own = self._own.setdefault(parameter, {})
+        self.optimizer.state[parameter] = entry
+        for key in MOMENTS:
+            value = state.get(key)
+            if value is None or value is not own.get(key):
+                view = layer.in_shape(index, layer.state(index, key))
+                entry[key] = view
+                _give_own_memory(own, key)
+                own[key] = view
+                view.zero_() if value is None else view.copy_(value)
+            entry[key] = own[key]
+        step = state.get("step", 0.0)
+        if step is not own.get("step"):
+            own["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+        entry["step"] = own["step"]
 
     def _load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """As `Optimizer.load_state_dict`, with the moments kept in fp32 and copied into the slabs."""
@@ -240,9 +293,7 @@ class OptimizerPatch:
                 state = state_dict["state"].get(key, {})
                 self._check_loaded(parameter, state)
                 pairs.append((parameter, state))
-        for parameter, state in pairs:
-            if parameter in self._steps:
-                self._adopt(parameter, state)
+        self._adopt_all([(parameter, state, {}) for parameter, state in pairs if parameter in self._own])
         for group, other in zip(groups, saved, strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
         for after in optimizer._optimizer_load_state_dict_post_hooks.values():
@@ -253,10 +304,14 @@ class OptimizerPatch:
         unknown = sorted(set(state) - STATE_KEYS)
         if unknown:
             raise UnsupportedError(f"loaded state dict has unknown state {unknown}; nothing was changed")
-        for key in ("exp_avg", "exp_avg_sq"):
+        OptimizerPatch._check_shapes(parameter, state, "loaded state dict")
+
+    @staticmethod
+    def _check_shapes(parameter: nn.Parameter, state: dict[str, Any], what: str) -> None:
+        for key in MOMENTS:
             if key in state and state[key].shape != parameter.shape:
                 raise ValueError(
-                    f"loaded state dict: {key} has shape {tuple(state[key].shape)} where the parameter has "
+                    f"{what}: {key} has shape {tuple(state[key].shape)} where the parameter has "
                     f"{tuple(parameter.shape)}; nothing was changed"
                 )
 
@@ -291,6 +346,15 @@ class OptimizerPatch:
         optimizer.add_param_group = types.MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # see `amp_scaling`
         self._hook = optimizer.register_state_dict_pre_hook(lambda _: self._settle())
+
+
+def _give_own_memory(own: dict[str, torch.Tensor], key: str) -> None:
+    """Let go of a tensor over a slab that is to be rewritten; whoever keeps it keeps its values, as in PyTorch."""
+    if key in own:
+        known = weakref.ref(own.pop(key))
+        kept = known()
+        if kept is not None:
+            kept.data = kept.to("cpu", copy=True)
 
 
 def _mark_called(step: Callable[..., Any]) -> Callable[..., Any]:

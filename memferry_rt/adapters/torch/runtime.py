@@ -238,6 +238,7 @@ class Runtime:
         self.updates.wait_all()
         self.scopes.reset()
         self._check_parameters()
+        self.patch.adopt_replaced()
         scaling = self.patch.amp_scaling()
         unseen = scaling is not None and scaling.inverse is None
         present = self.gradients.collect(changed_unseen=unseen)
@@ -274,6 +275,8 @@ class Runtime:
 
     def _gradients_change(self, layer: LayerState) -> None:
         self.updates.wait(layer.index)
+        if self.step_updates.may_still_read(layer):
+            self.memory.bring_home(layer)
         if self.step_updates.early is not None:
             self.step_updates.early.changing(layer)
 
@@ -308,6 +311,7 @@ class Runtime:
         self.synchronize()
         self.scopes.reset()
         self._check_parameters()
+        self.patch.adopt_replaced()
         if write:
             self.stream().synchronize()
             self.step_updates.forget_early()
@@ -452,6 +456,7 @@ class Runtime:
             last_to_first.callback(self.scopes.detach)
             last_to_first.callback(self.updates.close)
             last_to_first.callback(self.step_updates.skip)
+            last_to_first.callback(self.patch.adopt_replaced)
             last_to_first.callback(self.synchronize)
 
     @torch.no_grad()

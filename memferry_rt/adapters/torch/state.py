@@ -24,7 +24,7 @@ class OptimizerState(Protocol):
         """How often the parameter has been updated."""
 
     def moments(self) -> Moments:
-        """The live ``exp_avg`` and ``exp_avg_sq``, in the parameter's shape; not before its first step."""
+        """The live ``exp_avg`` and ``exp_avg_sq``, in the parameter's shape; maybe none before its first step."""
 
     def begin(self, step: float) -> Moments:
         """Set the step number, and give the moments to be filled."""
@@ -65,6 +65,13 @@ class ParameterState:
         """How often it has been updated."""
         return 0.0 if self.optimizer is None else self.optimizer.step()
 
+    @property
+    def begun(self) -> bool:
+        """Whether its optimizer state is another than before the first step, whatever the step number."""
+        if self.optimizer is None:
+            return False
+        return self.steps != 0 or any(bool(moment.any()) for moment in self.optimizer.moments().values())
+
 
 class PlainState:
     """See `OptimizerState`; the state is what a plain optimizer keeps."""
@@ -78,8 +85,8 @@ class PlainState:
         return float(self._optimizer.state.get(self._parameter, {}).get("step", 0.0))
 
     def moments(self) -> Moments:
-        state = self._optimizer.state[self._parameter]
-        return {key: state[key] for key in MOMENTS}
+        state = self._optimizer.state.get(self._parameter)
+        return {key: state[key] for key in MOMENTS} if state else {}
 
     def begin(self, step: float) -> Moments:
         parameter, state = self._parameter, self._optimizer.state[self._parameter]

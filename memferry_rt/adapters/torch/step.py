@@ -145,6 +145,10 @@ class StepUpdates:
         self._unseen.remove(layer)
         return True
 
+    def may_still_read(self, layer: LayerState) -> bool:
+        """Whether a layer's state may still be streamed: nothing has waited for its weights since."""
+        return layer in self._unseen
+
     def numel(self, layers: Iterable[LayerState]) -> int:
         """How many parameters the optimizer updates in these layers."""
         return sum(self.plans[layer].numel for layer in layers)
@@ -238,7 +242,7 @@ class StepUpdates:
         share = self._streamed_share(sum(sizes)) if self._memory.streaming is not None else 0.0
         chosen = spread(sizes, share)
         self.streamed = [layer for layer, take in zip(layers, chosen, strict=True) if take]
-        self._unseen = set(self.streamed)
+        self._unseen = self._unseen.difference(layers).union(self.streamed)
 
     def _streamed_share(self, rest: int) -> float:
         """The device's share of the `rest` parameters whose state is at home in host memory."""
