@@ -18,6 +18,7 @@ from memferry_allocator import EmulatedOptions
 from memferry_rt import CheckpointError, OffloadError
 
 from .models import Decoder, next_token_loss, tokens
+from .trained import Trained
 
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -131,6 +132,22 @@ def test_everything_is_saved(build: Callable[[], nn.Module], tmp_path: Path) -> 
     assert_same_state(state(first), state(second))
     for pair in (first, second):
         memferry_rt.restore(pair[0])
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_moments_whose_step_number_was_set_back_are_kept(restored: bool, tmp_path: Path) -> None:
+    both = Trained()
+    both.steps(2)
+    for optimizer in (both.plain_optimizer, both.optimizer):
+        for entry in optimizer.state.values():
+            entry["step"].zero_()
+    if restored:
+        memferry_rt.restore(both.model)
+        both.optimizer.param_groups[0]["fused"] = True
+    memferry_rt.save(tmp_path / "ck", both.model, both.optimizer)
+    memferry_rt.load(tmp_path / "ck", both.model, both.optimizer)
+    both.steps(2, first=2)
+    assert both.same()
 
 
 def test_a_saved_run_is_not_disturbed(tmp_path: Path) -> None:

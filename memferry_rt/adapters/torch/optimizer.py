@@ -263,6 +263,10 @@ class OptimizerPatch:
         layer, index = self._home[parameter]
         own = self._own.setdefault(parameter, {})
         self.optimizer.state[parameter] = entry
+        step = state.get("step", 0.0)
+        if step is not own.get("step"):
+            own["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+        entry["step"] = own["step"]
         for key in MOMENTS:
             value = state.get(key)
             if value is None or value is not own.get(key):
@@ -272,10 +276,6 @@ class OptimizerPatch:
                 own[key] = view
                 view.zero_() if value is None else view.copy_(value)
             entry[key] = own[key]
-        step = state.get("step", 0.0)
-        if step is not own.get("step"):
-            own["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
-        entry["step"] = own["step"]
 
     def _load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """As `Optimizer.load_state_dict`, with the moments kept in fp32 and copied into the slabs."""
