@@ -68,7 +68,16 @@ def test_marks_are_those_of_the_part(machine: Machine) -> None:
     (whole,) = free
     assert whole.marks(START, START + 256) == [marks[0]]
     assert whole.marks(START + 256, START + 512) == [marks[1]]
-    assert whole.marks(START + 255, START + 257) == marks[::-1]  # the latest first
+    assert whole.marks(START + 255, START + 257) == marks
+
+
+def test_of_every_stream_the_last_mark_counts(machine: Machine) -> None:
+    free, one, other = FreeBlocks(), machine.stream(), machine.stream()
+    marks = [recorded(machine.driver, stream) for stream in (one, other, one)]
+    for index, mark in enumerate(marks):
+        free.add(block(index, mark))
+    (whole,) = free
+    assert whole.marks(START, START + 3 * 256) == [marks[2], marks[1]]
 
 
 def test_one_mark_on_neighbours_is_one_use(machine: Machine) -> None:

@@ -133,3 +133,12 @@ def test_a_norm_that_makes_no_sense(norm: float) -> None:
             device_memory="1MiB",
             max_grad_norm=norm,
         )
+
+
+def test_a_torch_that_does_not_tell_its_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    model = Decoder()
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    with pytest.raises(UnsupportedError, match="newer torch"):
+        memferry_rt.offload(model, torch.optim.AdamW(model.parameters()), device="emulated", device_memory="1MiB")
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before

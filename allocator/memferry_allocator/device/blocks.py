@@ -51,9 +51,13 @@ class Block:
         return start if self.end - start >= size else None
 
     def marks(self, start: int, end: int) -> list[Mark]:
-        """The marks on a part of it, each once, the latest first: it covers the earlier ones of its stream."""
-        found = dict.fromkeys(mark for low, high, mark in self.uses if low < end and start < high)
-        return sorted(found, key=lambda mark: mark.age) if len(found) > 1 else list(found)
+        """The marks on a part of it: of every stream the last, which covers its others."""
+        last: dict[object, Mark] = {}
+        for low, high, mark in self.uses:
+            if low < end and start < high:
+                key = mark if mark.stream is None else mark.stream
+                last[key] = _later(last.get(key, mark), mark)
+        return list(last.values())
 
 
 class FreeBlocks:

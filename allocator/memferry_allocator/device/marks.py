@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from ..driver import Driver, Event, Stream
@@ -48,11 +47,6 @@ class Mark:
     def reachable(self) -> bool:
         """Whether its end can be told: not while a stream whose event is still missing is being captured."""
         return not self.open or self.stream is None or not captured(self.driver, self.stream)
-
-    @property
-    def age(self) -> float:
-        """Grows into the past; what is still to be recorded is the latest of all."""
-        return -math.inf if self.event is None else -self.event.sequence
 
     def before(self, stream: Stream) -> None:
         """Order `stream` behind it."""

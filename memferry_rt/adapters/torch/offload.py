@@ -23,6 +23,7 @@ from .early import host_nbytes, spares_within
 from .native_adam import trusted_kernel
 from .optimizer import check_optimizer
 from .runtime import Runtime
+from .saved import require_hooks
 from .tensors import DTYPES
 from .update import room_for_updates
 
@@ -128,6 +129,7 @@ def offload(
         emulated=emulated,
     )
     dtype = _compute_dtype(options.compute_dtype)
+    require_hooks()
     _check_model(model)
     check_optimizer(optimizer, model)
     driver, ordinal = open_device(options.device, emulated=_machine(options))

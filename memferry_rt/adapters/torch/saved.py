@@ -20,6 +20,21 @@ Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 
 
+def require_hooks() -> None:
+    """Refuse a torch that does not tell which saved-tensor hooks are active: ours could not be put over them.
+
+    Raises
+    ------
+    UnsupportedError
+        Such as torch 2.6.
+    """
+    if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        raise UnsupportedError(
+            f"torch {torch.__version__} does not tell which saved-tensor hooks are active, and offloading "
+            "needs to know; install a newer torch (2.11 and 2.13 are tested)"
+        )
+
+
 class _SavedWeight:
     """A view of a parameter in its layer's slab, by place."""
 
