@@ -150,13 +150,13 @@ def open_device_adam(driver: Driver, device: int, *, kernel: AdamKernel | None =
 
 def operands_read(operands: AdamOperands) -> list[Span]:
     """What an update reads."""
-    state = [Span(ptr, operands.count * FP32) for ptr in operands.native()[:3]]
+    state = [Span(ptr, operands.count * FP32) for ptr in operands.native[:3]]
     return [*state, Span(operands.gradient, operands.count * ITEMSIZE[operands.gradient_dtype])]
 
 
 def operands_written(operands: AdamOperands) -> list[Span]:
     """What an update writes."""
-    state = [Span(ptr, operands.count * FP32) for ptr in operands.native()[3:6]]
+    state = [Span(ptr, operands.count * FP32) for ptr in operands.native[3:6]]
     weight = Span(operands.weight, operands.count * ITEMSIZE[operands.weight_dtype])
     return [*state, weight] if operands.weight else state
 

@@ -36,7 +36,7 @@ class Coefficients(ctypes.Structure):
 
 
 def operands_structure(operands: AdamOperands) -> Operands:
-    return Operands(*operands.native())
+    return Operands(*operands.native)
 
 
 def coefficients_structure(coefficients: AdamCoefficients) -> Coefficients:

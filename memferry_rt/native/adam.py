@@ -69,8 +69,9 @@ class AdamOperands:
     out_exp_avg: int | None = None
     out_exp_avg_sq: int | None = None
 
+    @functools.cached_property
     def native(self) -> tuple[int, ...]:
-        """In the order of the C structure."""
+        """In the order of the C structure; the same operands serve in every step."""
         return (
             self.parameter,
             self.exp_avg,
@@ -104,9 +105,13 @@ class AdamKernel:
         self.tuning = tuning or AdamTuning()
         self._number = VARIANTS.index(variant)
         self._tuning = module.ffi.new("memferry_tuning *", dataclasses.asdict(self.tuning))
+        self._prepared = functools.lru_cache(maxsize=64)(self._prepare)
 
     def prepare(self, settings: AdamSettings, step: float, scale: float) -> Any:
-        """What a step's calls share; see `adam_coefficients`."""
+        """What a step's calls share, not to be changed; see `adam_coefficients`."""
+        return self._prepared(settings, step, scale)
+
+    def _prepare(self, settings: AdamSettings, step: float, scale: float) -> Any:
         coefficients = adam_coefficients(settings, step, scale)
         return self._module.ffi.new("memferry_adam *", dataclasses.asdict(coefficients))
 
@@ -116,7 +121,7 @@ class AdamKernel:
 
     def run(self, prepared: Any, operands: AdamOperands) -> None:
         """The same, with the operands made before."""
-        row = (operands.native(), prepared, self._tuning, self._number)
+        row = (operands.native, prepared, self._tuning, self._number)
         self._module.lib.memferry_adam_update(self._module.ffi.new("memferry_adam_call *", row))
 
     def calls(self, work: Sequence[tuple[Any, AdamOperands]]) -> NativeCalls:
@@ -128,7 +133,7 @@ class AdamKernel:
         return self._calls([(self._module.ffi.NULL, operands) for operands in work], "TRAFFIC")
 
     def _calls(self, work: Sequence[tuple[Any, AdamOperands]], kind: str) -> NativeCalls:
-        rows = [(operands.native(), prepared, self._tuning, self._number) for prepared, operands in work]
+        rows = [(operands.native, prepared, self._tuning, self._number) for prepared, operands in work]
         array = self._module.ffi.new("memferry_adam_call[]", rows)
         return NativeCalls(kind, array, len(rows), (self._tuning, [prepared for prepared, _ in work]))
 

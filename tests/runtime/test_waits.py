@@ -23,6 +23,10 @@ REDUNDANT = {
     # A slot's last use in the step before: backward has waited for whatever went through the ring, unless a layer
     # was not used in it.  Within a step it counts.
     CLAIM,
+    # The host has waited for the whole device when the pool grew; marks made before do not know.
+    "before < _take < _allocate_slowly < allocate",
+    # Taking turns at a copy engine is a matter of time alone.
+    "_let_others_in < _run < run < enqueue",
     # The host has waited for new weights of a layer that is read in place, and `Hazards` of the device copy do not
     # know what the host knows.
     "before < _bring_home < _acquire_host < acquire",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -142,11 +143,16 @@ class LayerUpdate:
 
 def cut_work(work: Sequence[tuple[Any, AdamOperands]]) -> list[tuple[Any, AdamOperands]]:
     """Native work in calls short enough to be shared between threads."""
-    return [
-        (prepared, part_of(operands, start, min(NATIVE_CHUNK, operands.count - start)))
-        for prepared, operands in work
+    return [(prepared, part) for prepared, operands in work for part in _chunks(operands)]
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _chunks(operands: AdamOperands) -> tuple[AdamOperands, ...]:
+    """The same in every step while state stays where it is."""
+    return tuple(
+        part_of(operands, start, min(NATIVE_CHUNK, operands.count - start))
         for start in range(0, operands.count, NATIVE_CHUNK)
-    ]
+    )
 
 
 def room_for_updates(layouts: Sequence[LayerLayout], share: float | None) -> UpdateRoom:

@@ -98,12 +98,11 @@ class OffloadedTraining:
             )
             self._optimizer.step()
             self._optimizer.zero_grad()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            values = losses.tolist()  # the update goes on meanwhile: what it takes shows in the next step
         except torch.OutOfMemoryError as error:
             raise explain_out_of_memory(error, self._placement.target, self._recipe, self._runtime) from error
         report = self._runtime.report()
-        return StepResult(losses.tolist(), report.grad_norm, report.device_peak)
+        return StepResult(values, report.grad_norm, report.device_peak)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """See `Training`."""
