@@ -22,7 +22,7 @@ def main() -> None:
     model = model_on_cpu(recipe).cuda()
     masters = [weight.detach().clone().requires_grad_() for weight in model.parameters()]
     model.bfloat16()
-    weights = list(model.parameters())
+    weights: list[torch.Tensor] = list(model.parameters())
     optimizer = torch.optim.AdamW(masters, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)
 
     def step(number: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.options and not arguments.part:
         parser.error("options after -- are those of one part; name it with --part")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin would take cores from what is measured
     records = Records(arguments.out, "optimizer", PARTS, summarise)
     for part in [arguments.part] if arguments.part else PARTS:
         command = [sys.executable, "-m", f"benchmarks.optimizer.{part}", *arguments.options]

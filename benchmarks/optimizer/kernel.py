@@ -20,8 +20,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads must not spin while others are measured
-
 import torch
 
 from memferry_allocator import open_driver

@@ -58,9 +58,10 @@ def _rates(cases: list[Case]) -> dict[str, Any]:
 
 def _times_as_fast(case: Case, other: Case) -> float:
     """The median over samples that took turns."""
-    return statistics.median(
+    ratios: list[float] = [
         theirs / mine for mine, theirs in zip(case["samples_s"], other["samples_s"], strict=True)
-    )
+    ]
+    return statistics.median(ratios)
 
 
 def _together(result: dict[str, Any]) -> dict[str, Any]:

@@ -62,6 +62,9 @@ class Work(Protocol):
     def rate(self) -> float | None:
         """Elements a second of the device since the last call; None if there were none."""
 
+    def close(self, stream: Stream) -> None:
+        """Give the device's memory back; `stream` is any of the device."""
+
 
 class Update:
     """The update, made by the runtime's own classes."""
@@ -282,7 +285,7 @@ def main() -> None:
     )
     ring = min(LARGEST_STREAM, -(-size // UNIT) * SMALLEST_STREAM)
     pool = DevicePool(driver, device, ring + 2 * COPY + (1 << 20))
-    works = [
+    works: list[Work] = [
         Update(driver, device, kernel, layers, pool, ring),
         Traffic(driver, device, kernel, carried, pool),
     ]
