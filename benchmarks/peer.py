@@ -53,6 +53,7 @@ class Peer:
 
     def run(self, system: str, step: Callable[[int], torch.Tensor]) -> None:
         """Time every step, and write the result; `step` gives its last loss."""
+        torch.cuda.empty_cache()  # what making the model took is not the run's
         torch.cuda.reset_peak_memory_stats()
         seconds, losses = [], []
         for number in range(self.recipe.steps):
