@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/
 READY := $(VENV)/.ready
 TESTS ?= tests
 
-.PHONY: demo test test-all test-gpu lint bench bench-allocator bench-interop bench-optimizer clean
+.PHONY: demo test test-all test-gpu lint bench bench-allocator bench-interop bench-optimizer bench-pipeline clean
 
 demo: $(READY)  ## the main job: train a small language model through a third of its weights' memory
 	$(RUN)memferry train --preset tiny --steps 12 --verify
@@ -25,8 +25,7 @@ lint: $(READY)
 	$(RUN)mypy
 	$(RUN)lint-imports
 
-bench:  ## needs a CUDA device, as the three below
-	$(RUN)python benchmarks/first_light.py
+bench: bench-pipeline  ## needs a CUDA device, as those below
 
 bench-allocator:
 	$(RUN)python -m benchmarks.allocator
@@ -36,8 +35,13 @@ bench-interop:
 	$(RUN)python -m benchmarks.interop
 	$(RUN)python -m benchmarks.tables
 
-bench-optimizer:  ## the CPU's update kernel; needs no device
-	$(RUN)python benchmarks/optimizer.py
+bench-optimizer:  ## the update, alone and in whole iterations; about 10 minutes
+	$(RUN)python -m benchmarks.optimizer
+	$(MAKE) bench-pipeline
+
+bench-pipeline:
+	$(RUN)python -m benchmarks.pipeline
+	$(RUN)python -m benchmarks.tables
 
 NATIVE := $(wildcard memferry_rt/native/*.[ch] memferry_rt/native/build.py allocator/memferry_allocator/native/*.[ch] \
   allocator/memferry_allocator/native/*.cpp allocator/memferry_allocator/native/build.py)

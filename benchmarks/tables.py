@@ -1,22 +1,40 @@
 """The tables of the documentation, made from the results: ``python -m benchmarks.tables`` writes them anew.
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``.  Where no result is kept in
+``benchmarks/results``, the page says so instead.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-PAGES = {"docs/allocator.md": "allocator", "docs/interop.md": "interop"}
+PAGES = ("docs/allocator.md", "docs/interop.md", "docs/performance.md")
 
 Rows = list[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table, and the result that it is made from.
+
+    Attributes
+    ----------
+    result : str
+        Name of the file in ``benchmarks/results``, and of the make target ``bench-RESULT`` that writes it.
+    rows : callable
+        Rows of a summary, the head first; none where the summary lacks what they are made of.
+    """
+
+    result: str
+    rows: Callable[[dict[str, Any]], Rows]
 
 
 def allocator(summary: dict[str, Any]) -> Rows:
@@ -57,12 +75,139 @@ def interop(summary: dict[str, Any]) -> Rows:
     return [("", "median"), *((text, _number(summary[name], "{:.2f} µs")) for name, text in names.items())]
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], Rows]] = {"allocator": allocator, "interop": interop}
+def kernel(summary: dict[str, Any]) -> Rows:
+    head = (
+        "gradients",
+        "threads",
+        "MemFerry",
+        "traffic",
+        "torch, fp32",
+        "over traffic",
+        "over torch",
+        "MemFerry, GB/s",
+    )
+    return _under(
+        head,
+        (
+            (
+                row["dtype"],
+                str(row["threads"]),
+                *(f"{row[f'{work}_gparams']:.2f}" for work in ("adam", "traffic", "torch")),
+                f"{row['over_traffic']:.1%}",
+                f"{row['over_torch']:.2f}",
+                f"{row['adam_gb_per_s']:.0f}",
+            )
+            for row in summary.get("kernel_rates", ())
+        ),
+    )
+
+
+def choices(summary: dict[str, Any]) -> Rows:
+    return _under(
+        ("", "work", "gradients", "Gparam/s"),
+        (
+            (_choice(row), row["work"], row["dtype"], f"{row['gparams']:.2f}")
+            for row in summary.get("kernel_choices", ())
+        ),
+    )
+
+
+def _choice(row: dict[str, Any]) -> str:
+    tuning = row["tuning"]
+    if row["compared"] == "subnormal":
+        return "subnormal moments"
+    if row["compared"] == "spare":
+        return f"into spare slabs, {'streamed' if tuning['stream_out'] else 'plain'} stores"
+    if row["compared"] == "launcher":
+        return f"{row['launcher']} threads, main thread {row['main']}"
+    return "weights by streamed stores" if tuning["stream_weight"] else f"blocks of {tuning['block']}"
+
+
+def together(summary: dict[str, Any]) -> Rows:
+    who = {"both": "CPU and device", "cpu": "CPU alone", "device": "device alone"}
+    found: dict[tuple[int, str], dict[str, dict[str, Any]]] = {}
+    for case in summary.get("together_cases", ()):
+        found.setdefault((case["threads"], case["who"]), {})[case["work"]] = case
+    return _under(
+        ("", "CPU threads", "update, Gparam/s", "GB/s", "traffic, GB/s", "update over traffic"),
+        (
+            (
+                who[by],
+                str(threads),
+                f"{work['adam']['gparam_per_s']:.2f}",
+                f"{work['adam']['gb_per_s']:.0f}",
+                f"{work['traffic']['gb_per_s']:.0f}",
+                f"{work['adam']['gb_per_s'] / work['traffic']['gb_per_s']:.1%}",
+            )
+            for (threads, by), work in found.items()
+        ),
+    )
+
+
+def pipeline(summary: dict[str, Any]) -> Rows:
+    head = (
+        "",
+        "iteration",
+        "device peak",
+        "host bytes a parameter",
+        "host traffic",
+        "busy",
+        "exposed update",
+        "exposed copies",
+    )
+    return _under(head, ((name, *_iteration(row)) for name, row in summary.items()))
+
+
+def _iteration(row: dict[str, Any]) -> tuple[str, ...]:
+    if "failed" in row:
+        return ("failed", *[""] * 6)
+    return (
+        f"{row['iteration_s']:.3f} s",
+        _gib(row["device_peak_bytes"]),
+        f"{row['host_bytes_per_parameter']:.2f}",
+        f"{row['dram_bytes_per_parameter']:.1f} bytes",
+        _number(row["busy_share"], "{:.0%}"),
+        f"{row['exposed_optimizer_s']:.3f} s",
+        f"{row['exposed_copy_s']:.3f} s",
+    )
+
+
+def peers(summary: dict[str, Any]) -> Rows:
+    return _under(
+        ("", "beside it", "its iteration", "its device memory", "its time over MemFerry's"),
+        (
+            (
+                name,
+                peer["system"],
+                f"{peer['iteration_s']:.3f} s",
+                _gib(peer["device_peak_bytes"]),
+                f"{peer['ratio']:.2f}",
+            )
+            for name, row in summary.items()
+            for peer in row.get("peers", {}).values()
+            if "ratio" in peer
+        ),
+    )
+
+
+TABLES = {
+    "allocator": Table("allocator", allocator),
+    "interop": Table("interop", interop),
+    "kernel": Table("optimizer", kernel),
+    "choices": Table("optimizer", choices),
+    "together": Table("optimizer", together),
+    "pipeline": Table("pipeline", pipeline),
+    "peers": Table("pipeline", peers),
+}
 
 
 def render(name: str) -> str:
     """A table in Markdown."""
-    rows = TABLES[name](json.loads((RESULTS / f"{name}.json").read_text())["summary"])
+    table = TABLES[name]
+    path = RESULTS / f"{table.result}.json"
+    rows = table.rows(json.loads(path.read_text())["summary"]) if path.exists() else []
+    if not rows:
+        return f"Not measured yet: `make bench-{table.result}` writes this table.\n"
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|---" * len(rows[0]) + "|")
     return "\n".join(lines) + "\n"
@@ -71,6 +216,16 @@ def render(name: str) -> str:
 def with_tables(text: str) -> str:
     """A page with its tables as the results have them."""
     return PLACE.sub(lambda found: f"{found[1]}{render(found[2])}{found[3]}", text)
+
+
+def _under(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Rows:
+    """Rows under their head; nothing where there are none."""
+    found = list(rows)
+    return [head, *found] if found else []
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
 
 
 def _number(value: float | None, form: str) -> str:
