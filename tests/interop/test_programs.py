@@ -55,6 +55,8 @@ def test_numba_on_our_pool() -> None:
     needs("numba")
     said = run("numba_rounds")
     assert (said["wrong"], said["left"], said["info"]) == (0, 0, True)
+    if said["unable"]:
+        pytest.xfail(f"copies are right, kernels were not tried: {said['unable']}")
 
 
 @pytest.mark.gpu
