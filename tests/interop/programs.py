@@ -216,11 +216,14 @@ def consumers_outlive_everything() -> dict[str, Any]:
     """Tensors of our memory are still there when the interpreter goes."""
     import torch
 
+    from memferry_allocator.interop.torch_tensor import as_tensor
+
     space = Space(open_driver("emulated"))
     view = space.part.acquire(Place.HOST, Mode.READ_WRITE)
     array = as_host(view, "float32")
     module: Any = sys
     module.kept = [torch.from_dlpack(array), np.from_dlpack(array), array.__dlpack__(max_version=(1, 0))]
+    module.kept += [as_tensor(array), from_dlpack(torch.zeros(10)), from_dlpack(np.zeros(10))]
     module.cycle = [module.kept]
     module.cycle.append(module.cycle)
     return {"kept": len(module.kept)}

@@ -33,7 +33,7 @@ def needs(library: str) -> None:
 
 
 def test_consumers_outlive_everything() -> None:
-    assert run("consumers_outlive_everything") == {"kept": 3, "stderr": ""}
+    assert run("consumers_outlive_everything") == {"kept": 6, "stderr": ""}
 
 
 @pytest.mark.gpu

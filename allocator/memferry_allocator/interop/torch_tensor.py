@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidRequestError
 from .array import Array
-from .dlpack import DeviceType, make_capsule
-from .dtypes import element_type
+from .dlpack import EXCHANGE, DeviceType, extension
+from .dtypes import DLPACK_TYPES
 
 if TYPE_CHECKING:
-    import torch.utils.dlpack
+    import torch
 
 
 def as_tensor(array: Array) -> torch.Tensor:
@@ -25,26 +26,38 @@ def as_tensor(array: Array) -> torch.Tensor:
     UnsupportedError
         The package was installed without a C compiler.
     """
-    import torch.utils.dlpack
-
     if array.read_only:
         raise InvalidRequestError(
             "as_tensor: the view only reads, and torch would write to it without a word; acquire it with "
             "Mode.READ_WRITE, or make the array with promise_not_to_write=True"
         )
+    _ = array.view.ptr  # refused once released
+    table = _exchange()
+    if table is None or 0 in array.shape:
+        return _by_capsule(array)
+    tensor: torch.Tensor = extension().make_object(
+        array, array.ptr, array.shape, DLPACK_TYPES[array.kind.name], *array.device, table
+    )
+    return tensor
+
+
+@cache
+def _exchange() -> object:
+    """torch's C functions that make tensors, since 2.10, which know every element type; None before."""
+    import torch
+
+    return getattr(torch.Tensor, EXCHANGE, None)
+
+
+def _by_capsule(array: Array) -> torch.Tensor:
+    """All of it as bytes, which every torch takes; a bare capsule, since the order is the caller's."""
+    import torch.utils.dlpack
+
     dtype: Any = getattr(torch, array.kind.name)
-    if array.nbytes == 0:
+    if 0 in array.shape:
         device = f"cuda:{array.device[1]}" if array.device[0] is DeviceType.CUDA else "cpu"
         return torch.empty(array.shape, dtype=dtype, device=device)
-    return torch.utils.dlpack.from_dlpack(_bytes_of(array)).view(dtype).view(array.shape)
-
-
-def _bytes_of(array: Array) -> Any:
-    """All of it as bytes, which every torch takes; a bare capsule, since the order is the caller's."""
-    _ = array.view.ptr  # refused once released
-    return make_capsule(
-        array, array.ptr, (array.nbytes,), (1,), _BYTES, array.device, read_only=False, versioned=False
+    capsule = extension().make(
+        array, array.ptr, (array.nbytes,), DLPACK_TYPES["uint8"], *array.device, False, False
     )
-
-
-_BYTES = element_type("uint8")
+    return torch.utils.dlpack.from_dlpack(capsule).view(dtype).view(array.shape)
