@@ -212,6 +212,20 @@ def torch_shares() -> dict[str, Any]:
 
 
 @program
+def torch_begins_with_a_view() -> dict[str, Any]:
+    """A tensor of a device view is the first that torch sees of the device."""
+    from memferry_allocator.interop.torch_tensor import as_tensor
+
+    with Space(open_driver("cuda")) as space:
+        with space.part.acquire(Place.HOST, Mode.WRITE) as view:
+            as_host(view, "int32").numpy()[:] = 1
+        with space.part.acquire(Place.DEVICE, Mode.READ_WRITE, stream=space.stream) as view:
+            space.stream.synchronize()
+            total = int(as_tensor(as_device(view, "int32", (10, 10))).sum())
+    return {"total": total}
+
+
+@program
 def consumers_outlive_everything() -> dict[str, Any]:
     """Tensors of our memory are still there when the interpreter goes."""
     import torch

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from memferry_allocator import ClosedError, InvalidRequestError, Mode, Place, RaceError
-from memferry_allocator.interop import as_device, as_host, from_dlpack, torch_tensor
+from memferry_allocator.interop import DeviceType, as_device, as_host, as_pinned, from_dlpack, torch_tensor
 from memferry_allocator.interop.dlpack import EXCHANGE, extension, follow
 from memferry_allocator.interop.torch_tensor import as_tensor
 
@@ -172,7 +172,7 @@ def test_a_tensor_is_made_without_a_capsule(monkeypatch: pytest.MonkeyPatch, ben
 
 @pytest.mark.parametrize("name", TORCH_TYPES)
 def test_a_torch_without_a_table_gets_capsules(monkeypatch: pytest.MonkeyPatch, bench: Bench, name: str) -> None:
-    monkeypatch.setattr(torch_tensor, "_exchange", lambda: None)
+    monkeypatch.setattr(torch_tensor, "_exchange", lambda _: None)
     ones(bench)
     with bench.view(Place.HOST) as view:
         tensor = as_tensor(as_host(view, name, (4, 128)))
@@ -192,6 +192,23 @@ def test_a_library_that_refuses_holds_nothing(emulated: Bench, lets_go: bool) ->
             extension().make_object(array, array.ptr, array.shape, 0x10801, 1, 0, table.capsule)
         del array
         assert gone() is None
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (0,)])
+@pytest.mark.parametrize("direct", [True, False])
+def test_page_locked_memory_is_the_cpu_s(
+    monkeypatch: pytest.MonkeyPatch, bench: Bench, shape: tuple[int, ...], direct: bool
+) -> None:
+    if not direct:
+        monkeypatch.setattr(torch_tensor, "_exchange", lambda _: None)
+    with bench.view(Place.HOST) as view:
+        array = as_pinned(view, "int32", shape)
+        array.device = (DeviceType.CUDA_HOST, 0)  # as with CUDA
+        tensor = as_tensor(array)
+        assert (tensor.device, tensor.shape) == (torch.device("cpu"), shape)
+        if bench.driver.name == "cuda" and tensor.numel():
+            assert tensor.is_pinned()
+        del array, tensor
 
 
 def test_a_released_view_makes_no_tensor(emulated: Bench) -> None:

@@ -77,3 +77,8 @@ def test_jax_shares_memory() -> None:
 def test_torch_shares_memory() -> None:
     said = run("torch_shares")
     assert (said["wrong"], said["same"]) == (0, True)
+
+
+@pytest.mark.gpu
+def test_torch_begins_with_a_view() -> None:
+    assert run("torch_begins_with_a_view")["total"] == 100
