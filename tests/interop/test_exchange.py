@@ -13,7 +13,7 @@ import torch
 
 from memferry_allocator import ClosedError, InvalidRequestError, Mode, Place, RaceError
 from memferry_allocator.interop import DeviceType, as_device, as_host, as_pinned, from_dlpack, torch_tensor
-from memferry_allocator.interop.dlpack import EXCHANGE, extension, follow
+from memferry_allocator.interop.dlpack import EXCHANGE, extension
 from memferry_allocator.interop.torch_tensor import as_tensor
 
 from .conftest import MIB, Bench
@@ -23,7 +23,7 @@ needs_a_table = pytest.mark.skipif(not hasattr(torch.Tensor, EXCHANGE), reason="
 
 
 class Table:
-    """The table of a library that refuses everything, having let go of the memory it is given or not."""
+    """The table of a library: it refuses memory, having let go of it or not, and gives what is at `gives`."""
 
     FROM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(ctypes.c_void_p))
     TO = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
@@ -31,8 +31,21 @@ class Table:
     DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     NAME = b"dlpack_exchange_api"
 
-    def __init__(self, *, lets_go: bool = False, major: int = 1, name: bytes = NAME) -> None:
-        self.lets_go = lets_go
+    def __init__(
+        self,
+        *,
+        lets_go: bool = False,
+        major: int = 1,
+        name: bytes = NAME,
+        gives: int = 0,
+        stream: int | None = None,
+    ) -> None:
+        self.lets_go, self.stream = lets_go, stream
+        self._shape = (ctypes.c_int64 * 1)(64)
+        device, one_dimension_of_bytes = 2, 1 | 0x10801 << 32
+        self._tensor = (ctypes.c_uint64 * 10)(
+            1, 0, 0, 0, gives, device, one_dimension_of_bytes, ctypes.addressof(self._shape)
+        )
         self._functions = (self.FROM(self._from), self.TO(self._to), self.STREAM(self._stream))
         given, made, stream = (ctypes.cast(function, ctypes.c_void_p).value for function in self._functions)
         self._words = (ctypes.c_uint64 * 7)(major, 0, 0, given or 0, made or 0, 0, stream or 0)
@@ -42,7 +55,10 @@ class Table:
         self.capsule: Any = new(ctypes.addressof(self._words), self._name, None)
 
     def _from(self, source: object, out: Any) -> int:
-        return -1
+        if not self._tensor[4]:
+            return -1
+        out[0] = ctypes.addressof(self._tensor)
+        return 0
 
     def _to(self, form: int, out: Any) -> int:
         if self.lets_go:
@@ -52,7 +68,10 @@ class Table:
         return -1
 
     def _stream(self, kind: int, device: int, out: Any) -> int:
-        return -1
+        if self.stream is None:
+            return -1
+        out[0] = self.stream
+        return 0
 
 
 # -- taking ----------------------------------------------------------------------------------------------
@@ -112,22 +131,42 @@ def test_a_table_that_does_not_help_leaves_the_protocol(table: Any) -> None:
     assert from_dlpack(Producer()).ptr == Producer.source.ctypes.data
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-def test_a_stream_follows_the_producer_s(emulated: Bench, ordered: bool) -> None:
+@needs_a_table
+def test_a_subclass_answers_for_itself() -> None:
+    class Other(torch.Tensor):
+        def __dlpack__(self, **wanted: Any) -> Any:
+            return np.arange(5).__dlpack__()
+
+    assert from_dlpack(torch.zeros(3).as_subclass(Other)).shape == (5,)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_stream_follows_the_one_the_producer_works_on(emulated: Bench, same: bool) -> None:
     driver = emulated.driver
-    producer, consumer = driver.create_stream(0), driver.create_stream(0)
+    consumer = driver.create_stream(0)
+    producer = consumer if same else driver.create_stream(0)
     ptr = driver.malloc(0, 64)
+    table = Table(gives=ptr, stream=int(producer.handle))
+
+    class Producer:
+        __dlpack_c_exchange_api__ = table.capsule
+
     driver.fill(ptr, 7, 64, stream=producer)
-    if ordered:
-        follow(consumer, 0, int(producer.handle))
-        driver.fill(ptr, 8, 64, stream=consumer)
-    else:
+    if not same:
         with pytest.raises(RaceError):
             driver.fill(ptr, 8, 64, stream=consumer)
+    with pytest.raises(InvalidRequestError, match="name the stream"):
+        from_dlpack(Producer())
+    taken = from_dlpack(Producer(), stream=consumer)
+    assert (taken.ptr, taken.shape, taken.strides, taken.device) == (ptr, (64,), (1,), (2, 0))
+    driver.fill(ptr, 8, 64, stream=consumer)
     driver.synchronize(0)
+    table.stream = None  # the library no longer knows its stream: what it gave is let go, and the protocol asked
+    with pytest.raises(InvalidRequestError, match="no __dlpack__"):
+        from_dlpack(Producer(), stream=consumer)
     driver.free(0, ptr)
-    producer.close()
-    consumer.close()
+    for stream in {producer, consumer}:
+        stream.close()
 
 
 @pytest.mark.gpu
@@ -141,8 +180,9 @@ def test_tensors_of_a_device_are_taken_in_order(
         pytest.skip("a real device's")
     if not direct:
         monkeypatch.setattr("memferry_allocator.interop.dlpack.EXCHANGE", "no such table")
-    tensor = torch.zeros(64 * MIB, dtype=torch.int32, device="cuda")
-    got = torch.zeros(64 * MIB, dtype=torch.int32, pin_memory=True)
+    tensor = torch.zeros(16 * MIB, dtype=torch.int32, device="cuda")
+    got = torch.zeros(16 * MIB, dtype=torch.int32, pin_memory=True)
+    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream() if own else torch.cuda.default_stream()):
         for number in range(1, 4):
             for step in range(20):

@@ -145,7 +145,7 @@ def from_dlpack(source: Any, *, stream: Stream | None = None) -> Imported:
     imported = Imported(learnt)
     handle = _handle(imported.device, stream)
     if stream is not None and handle != (producer or LEGACY_DEFAULT):
-        follow(stream, imported.device[1], producer)
+        _follow(stream, imported.device[1], producer)
     return imported
 
 
@@ -200,7 +200,7 @@ def _handle(device: tuple[int, int], stream: Stream | None) -> int | None:
     return None if stream is None else int(stream.handle) or LEGACY_DEFAULT
 
 
-def follow(stream: Stream, device: int, producer: int) -> None:
+def _follow(stream: Stream, device: int, producer: int) -> None:
     """Order `stream` behind what has been enqueued on the stream with the handle `producer` of `device`."""
     stream.wait(stream.driver.stream_from_handle(device, producer).record())
 
