@@ -15,6 +15,7 @@ import numpy as np
 
 from memferry_allocator import HostArena, Mode, Place, ShadowSpace, Stream, open_driver
 from memferry_allocator.interop import as_device, as_host, from_dlpack
+from memferry_allocator.interop.dlpack import EXCHANGE
 
 from ..runner import Benchmark, Settings
 from ..timing import per_call
@@ -42,7 +43,12 @@ def machine(settings: Settings) -> Any:
     driver = open_driver(settings.device)
     import torch
 
-    return {"device": driver.device_info(0).name, "torch": torch.__version__, "numpy": np.__version__}
+    return {
+        "device": driver.device_info(0).name,
+        "torch": torch.__version__,
+        "torch_has_a_table": hasattr(torch.Tensor, EXCHANGE),
+        "numpy": np.__version__,
+    }
 
 
 # -- torch's memory --------------------------------------------------------------------------------------

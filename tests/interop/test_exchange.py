@@ -19,7 +19,7 @@ from memferry_allocator.interop.torch_tensor import as_tensor
 from .conftest import MIB, Bench
 from .test_array import TORCH_TYPES, ones, torch_bytes
 
-needs_a_table = pytest.mark.skipif(not hasattr(torch.Tensor, EXCHANGE), reason="torch before 2.10 has no table")
+needs_a_table = pytest.mark.skipif(not hasattr(torch.Tensor, EXCHANGE), reason="this torch has no table")
 
 
 class Table:

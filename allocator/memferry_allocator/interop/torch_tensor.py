@@ -48,7 +48,7 @@ def as_tensor(array: Array) -> torch.Tensor:
 
 @cache
 def _exchange(on_device: bool) -> object:
-    """torch's C functions that make tensors, since 2.10, which know every element type; None before."""
+    """torch's C functions that make tensors, which know every element type; None where it is too old for them."""
     import torch
 
     if on_device:
