@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from memferry_allocator import HostArena, Mode, Place, ShadowSpace, open_driver
+from memferry_allocator import HostArena, Mode, Place, ShadowSpace, Stream, open_driver
 from memferry_allocator.interop import as_device, as_host, from_dlpack
+from memferry_allocator.interop.dlpack import EXCHANGE
 
 from ..runner import Benchmark, Settings
 from ..timing import per_call
@@ -40,7 +43,12 @@ def machine(settings: Settings) -> Any:
     driver = open_driver(settings.device)
     import torch
 
-    return {"device": driver.device_info(0).name, "torch": torch.__version__, "numpy": np.__version__}
+    return {
+        "device": driver.device_info(0).name,
+        "torch": torch.__version__,
+        "torch_has_a_table": hasattr(torch.Tensor, EXCHANGE),
+        "numpy": np.__version__,
+    }
 
 
 # -- torch's memory --------------------------------------------------------------------------------------
@@ -91,21 +99,73 @@ def dlpack_to_numpy(settings: Settings) -> Any:
     return per_call(lambda: np.from_dlpack(as_host(view, "float32")))
 
 
+@contextmanager
+def _current_in_torch(settings: Settings, stream: Stream) -> Iterator[None]:
+    import torch
+
+    if not settings.cuda:
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.ExternalStream(int(stream.handle))):
+        yield
+
+
 @case
 def dlpack_to_torch(settings: Settings) -> Any:
     """The same for torch, on the device where there is one; the view's stream is torch's current one."""
     import torch
 
     held = _View(settings, Place.DEVICE)
-    if not settings.cuda:
-        return per_call(lambda: torch.from_dlpack(as_device(held.view, "float32")))
-    with torch.cuda.stream(torch.cuda.ExternalStream(int(held.stream.handle))):
+    with _current_in_torch(settings, held.stream):
         return per_call(lambda: torch.from_dlpack(as_device(held.view, "float32")))
 
 
 @case
+def dlpack_given(settings: Settings) -> Any:
+    """What of that is ours: the array and its capsule, made and dropped without torch."""
+    held = _View(settings, Place.DEVICE)
+    handle = int(held.stream.handle) if settings.cuda else None
+    return per_call(lambda: as_device(held.view, "float32").__dlpack__(stream=handle, max_version=(1, 0)))
+
+
+@case
+def torch_dlpack_floor(settings: Settings) -> Any:
+    """A tensor of torch's own given to torch, on the same stream: what DLPack costs without us."""
+    import torch
+
+    held = _View(settings, Place.DEVICE)
+    tensor = torch.zeros(MIB // 4, device="cuda" if settings.cuda else "cpu")
+    with _current_in_torch(settings, held.stream):
+        return per_call(
+            lambda: torch.from_dlpack(tensor), settle=torch.cuda.synchronize if settings.cuda else None
+        )
+
+
+@case
+def array_interface_to_torch(settings: Settings) -> Any:
+    """A tensor of a device view by ``__cuda_array_interface__``."""
+    if not settings.cuda:
+        return None
+    import torch
+
+    held = _View(settings, Place.DEVICE)
+    device = torch.device("cuda", 0)
+    with _current_in_torch(settings, held.stream):
+        return per_call(lambda: torch.as_tensor(as_device(held.view, "float32"), device=device))
+
+
+@case
+def array_interface_given(settings: Settings) -> Any:
+    """What of that is ours: the array and its dictionary."""
+    if not settings.cuda:
+        return None
+    held = _View(settings, Place.DEVICE)
+    return per_call(lambda: as_device(held.view, "float32").__cuda_array_interface__)
+
+
+@case
 def tensor_of_view(settings: Settings) -> Any:
-    """A tensor of any element type over a view, by the array interfaces."""
+    """A tensor of any element type over a view, by DLPack's table of C functions."""
     from memferry_allocator.interop.torch_tensor import as_tensor
 
     view = _View(settings, Place.DEVICE).view

@@ -148,6 +148,7 @@ def test_torch_s_own_streams_order_the_update(machine: Cuda) -> None:
             doubled = there.parameter * 2
         kernel = load_adam()
         assert kernel is not None
-        kernel.run(kernel.prepare(PLAIN, 1.0, 1.0), state.operands(gradient * 2 - 1))
+        same = gradient * 2 - 1  # operands are addresses: what they are of must have a name
+        kernel.run(kernel.prepare(PLAIN, 1.0, 1.0), state.operands(same))
         torch.cuda.synchronize()
         assert torch.equal(doubled.cpu(), state.parameter * 2)

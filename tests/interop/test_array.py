@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -184,9 +185,10 @@ def test_types_are_named_in_many_ways(dtype: object) -> None:
 
 
 # -- life ------------------------------------------------------------------------------------------------
-def test_a_view_is_not_released_under_its_arrays(bench: Bench) -> None:
+@pytest.mark.parametrize("take", [torch.from_dlpack, as_tensor])
+def test_a_view_is_not_released_under_its_arrays(bench: Bench, take: Callable[[Array], torch.Tensor]) -> None:
     view = bench.view(Place.HOST)
-    tensor = torch.from_dlpack(as_host(view, "uint8"))
+    tensor = take(as_host(view, "uint8"))
     with pytest.raises(InvalidRequestError, match="drop them first"):
         view.release()
     tensor[:] = 5

@@ -33,7 +33,7 @@ def needs(library: str) -> None:
 
 
 def test_consumers_outlive_everything() -> None:
-    assert run("consumers_outlive_everything") == {"kept": 3, "stderr": ""}
+    assert run("consumers_outlive_everything") == {"kept": 6, "stderr": ""}
 
 
 @pytest.mark.gpu
@@ -55,6 +55,8 @@ def test_numba_on_our_pool() -> None:
     needs("numba")
     said = run("numba_rounds")
     assert (said["wrong"], said["left"], said["info"]) == (0, 0, True)
+    if said["unable"]:
+        pytest.xfail(f"copies are right, kernels were not tried: {said['unable']}")
 
 
 @pytest.mark.gpu
@@ -75,3 +77,8 @@ def test_jax_shares_memory() -> None:
 def test_torch_shares_memory() -> None:
     said = run("torch_shares")
     assert (said["wrong"], said["same"]) == (0, True)
+
+
+@pytest.mark.gpu
+def test_torch_begins_with_a_view() -> None:
+    assert run("torch_begins_with_a_view")["total"] == 100

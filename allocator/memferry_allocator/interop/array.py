@@ -18,11 +18,18 @@ from ..errors import InvalidRequestError
 from ..shadow import ElementType, Place, View
 from ..shadow.typed import fit
 from .cuda_array import LEGACY_DEFAULT, cuda_array_interface
-from .dlpack import DeviceType, contiguous_strides, make_capsule
-from .dtypes import element_type, typestr
+from .dlpack import DeviceType, extension
+from .dtypes import DLPACK_TYPES, element_type, typestr
 
 _NO_SYNCHRONISATION = -1
 _PER_THREAD_DEFAULT = 2
+
+_CUDA = DeviceType.CUDA  # in Python 3.11 to look up a member of an enumeration is slow
+_HOST = (Place.HOST,)
+_DEVICE = (Place.DEVICE, Place.MAPPED)
+_CPU = (DeviceType.CPU, 0)
+_PINNED = (DeviceType.CUDA_HOST, 0)
+_ALIGNED = 16  # bytes, enough for every element type
 
 
 class Array:
@@ -41,6 +48,8 @@ class Array:
     device : tuple of (DeviceType, int)
     read_only : bool
     """
+
+    __slots__ = ("__weakref__", "device", "kind", "ptr", "read_only", "shape", "view")
 
     def __init__(
         self,
@@ -102,28 +111,21 @@ class Array:
         """
         if copy:
             raise BufferError("this memory is shared, not copied; copy the array that you make of it")
-        device = self._face(dl_device)
+        kind, number = self.device if dl_device is None else self._face(dl_device)
         versioned = max_version is not None and max_version[0] >= 1
-        if self.read_only and not versioned:
+        read_only, shape = self.read_only, self.shape
+        if read_only and not versioned:
             raise BufferError(
                 "a view that reads is read-only, which DLPack before 1.0 cannot say; acquire it with "
                 "Mode.READ_WRITE, use a consumer that asks for version 1, or pass promise_not_to_write=True"
             )
         self._admit(stream)
-        return make_capsule(
-            self,
-            self.ptr if self.nbytes else 0,
-            self.shape,
-            contiguous_strides(self.shape),
-            self.kind,
-            device,
-            read_only=self.read_only,
-            versioned=versioned,
-        )
+        ptr, dtype = 0 if 0 in shape else self.ptr, DLPACK_TYPES[self.kind.name]
+        return extension().make(self, ptr, shape, dtype, kind, number, read_only, versioned)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        if self.device[0] is not DeviceType.CUDA:
+        if self.device[0] is not _CUDA:
             raise AttributeError("__cuda_array_interface__: the memory is the host's")
         [stream, *_] = self.view.streams
         return cuda_array_interface(
@@ -132,7 +134,7 @@ class Array:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        if self.device[0] is DeviceType.CUDA or self.kind.numpy is None:
+        if self.device[0] is _CUDA or self.kind.numpy is None:
             raise AttributeError("__array_interface__: the memory or the element type is not NumPy's")
         _ = self.view.ptr  # refused once released
         return {
@@ -142,18 +144,19 @@ class Array:
             "data": (self.ptr, self.read_only),
         }
 
-    def _face(self, wanted: tuple[int, int] | None) -> tuple[int, int]:
-        mine = (int(self.device[0]), self.device[1])
-        if wanted is None or (int(wanted[0]), wanted[1]) == mine:
-            return mine
-        if self.device[0] is DeviceType.CUDA_HOST and int(wanted[0]) == DeviceType.CPU:
-            return (int(DeviceType.CPU), 0)
-        raise BufferError(f"the memory is on DLPack device {mine}, not on {(int(wanted[0]), wanted[1])}")
+    def _face(self, wanted: tuple[int, int]) -> tuple[int, int]:
+        if tuple(wanted) == self.device:
+            return self.device
+        if self.device[0] is DeviceType.CUDA_HOST and wanted[0] == DeviceType.CPU:
+            return _CPU
+        mine = tuple(map(int, self.device))
+        raise BufferError(f"the memory is on DLPack device {mine}, not on {tuple(map(int, wanted))}")
 
     def _admit(self, handle: int | None) -> None:
         """Order the consumer's stream behind what makes the bytes valid."""
-        _ = self.view.ptr
-        if not self.view.streams or self.device[0] is not DeviceType.CUDA:
+        view = self.view
+        _ = view.ptr  # refused once released
+        if self.device[0] is not _CUDA:
             if handle not in (None, _NO_SYNCHRONISATION):
                 raise BufferError(f"host memory has no stream, {handle} was named")
             return
@@ -161,10 +164,9 @@ class Array:
             return
         if handle == 0:
             raise BufferError("stream 0 is ambiguous: name 1, the legacy default stream, or 2, the thread's own")
-        [mine, *_] = self.view.streams
-        if (handle or LEGACY_DEFAULT) == (int(mine.handle) or LEGACY_DEFAULT) and handle != _PER_THREAD_DEFAULT:
-            return
-        self.view.record_stream(mine.driver.stream_from_handle(mine.device, handle or LEGACY_DEFAULT))
+        mine, wanted = view.streams[0], handle or LEGACY_DEFAULT
+        if wanted != (int(mine.handle) or LEGACY_DEFAULT) or wanted == _PER_THREAD_DEFAULT:
+            view.record_stream(mine.driver.stream_from_handle(mine.device, wanted))
 
 
 def as_host(
@@ -190,22 +192,19 @@ def as_host(
     ClosedError
         The view was released.
     """
-    return _array(view, dtype, shape, (Place.HOST,), (DeviceType.CPU, 0), promise_not_to_write)
+    if not isinstance(view, View):
+        raise _no_view(view)
+    return _array(view, dtype, shape, _HOST, _CPU, promise_not_to_write)
 
 
 def as_pinned(
     view: View, dtype: Hashable, shape: Sequence[int] | None = None, *, promise_not_to_write: bool = False
 ) -> Array:
     """A HOST view as page-locked memory, for libraries that know of it; the others see it as the CPU's."""
-    pinned = _require_view(view).partition.space.driver.name == "cuda"
-    return _array(
-        view,
-        dtype,
-        shape,
-        (Place.HOST,),
-        (DeviceType.CUDA_HOST if pinned else DeviceType.CPU, 0),
-        promise_not_to_write,
-    )
+    if not isinstance(view, View):
+        raise _no_view(view)
+    pinned = view.partition.space.driver.name == "cuda"
+    return _array(view, dtype, shape, _HOST, _PINNED if pinned else _CPU, promise_not_to_write)
 
 
 def as_device(
@@ -215,9 +214,11 @@ def as_device(
 
     On the emulated device, whose memory is the host's, it is the CPU's.
     """
-    space = _require_view(view).partition.space
-    device = (DeviceType.CUDA, space.device) if space.driver.name == "cuda" else (DeviceType.CPU, 0)
-    return _array(view, dtype, shape, (Place.DEVICE, Place.MAPPED), device, promise_not_to_write)
+    if not isinstance(view, View):
+        raise _no_view(view)
+    space = view.partition.space
+    device = (_CUDA, space.device) if space.driver.name == "cuda" else _CPU
+    return _array(view, dtype, shape, _DEVICE, device, promise_not_to_write)
 
 
 def _array(
@@ -228,27 +229,28 @@ def _array(
     device: tuple[DeviceType, int],
     promise: bool,
 ) -> Array:
-    if _require_view(view).place not in places:
+    if view.place not in places:
         raise InvalidRequestError(
             f"array of {view.partition.name}: it is a view in {view.place.value}, not in "
             f"{' or '.join(place.value for place in places)}"
         )
     kind = element_type(dtype)
-    fitting = fit(view, kind, shape)
-    ptr = view.ptr
-    if view.place is not Place.HOST and device[0] is not DeviceType.CUDA:
+    ptr, nbytes = view.ptr, view.nbytes
+    if shape is None and nbytes % kind.itemsize == 0 and ptr % _ALIGNED == 0:
+        fitting: tuple[int, ...] = (nbytes // kind.itemsize,)
+    else:
+        fitting = fit(view, kind, shape)
+    if places is _DEVICE and device is _CPU:
         ptr = _address_of(view)
     return Array(view, ptr, fitting, kind, device, read_only=not (view.mode.writes or promise))
 
 
-def _require_view(view: object) -> View:
-    if not isinstance(view, View):
-        raise InvalidRequestError(f"array: {view!r} is no view; take one with partition.acquire(...)")
-    return view
+def _no_view(view: object) -> InvalidRequestError:
+    return InvalidRequestError(f"array: {view!r} is no view; take one with partition.acquire(...)")
 
 
 def _address_of(view: View) -> int:
     """Where the host finds the bytes of an emulated device."""
     data = view.partition.space.driver.host_bytes(view.ptr, view.nbytes)
     assert data is not None, "only a real device's memory is out of the host's reach"
-    return int(np.frombuffer(data, np.uint8).ctypes.data)
+    return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])

@@ -10,16 +10,18 @@ from __future__ import annotations
 import atexit
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from typing import Any
 
 from ..driver import Span, Stream
 from ..errors import InvalidRequestError, UnsupportedError
 from ..shadow import ElementType
-from .dtypes import dlpack_type, type_from_dlpack
+from .cuda_array import LEGACY_DEFAULT
+from .dtypes import type_from_dlpack
 
 VERSION = (1, 0)
+EXCHANGE = "__dlpack_c_exchange_api__"  # of a tensor type: DLPack's table of C functions, since 1.3
 
 
 class DeviceType(IntEnum):
@@ -31,7 +33,18 @@ class DeviceType(IntEnum):
     CUDA_MANAGED = 13
 
 
-def _extension() -> Any:
+_ON_DEVICE = (2, 13)
+
+
+@cache
+def extension() -> Any:
+    """The compiled part; once the interpreter goes, a consumer's deleter calls into it no more.
+
+    Raises
+    ------
+    UnsupportedError
+        There is none.
+    """
     try:
         from . import _dlpack  # type: ignore[attr-defined]  # compiled at installation
     except ImportError:
@@ -39,57 +52,12 @@ def _extension() -> Any:
             "DLPack: memferry-rt was installed without a C compiler; install it again with gcc, or use "
             "__cuda_array_interface__ and NumPy's array interface instead"
         ) from None
+    atexit.register(_dlpack.going)
     return _dlpack
 
 
-def make_capsule(
-    owner: object,
-    ptr: int,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    kind: ElementType,
-    device: tuple[int, int],
-    *,
-    read_only: bool,
-    versioned: bool,
-) -> object:
-    """A capsule that keeps `owner` alive until its consumer lets go of the memory.
-
-    Parameters
-    ----------
-    ptr : int
-        0 where there are no elements.
-    shape, strides : sequence of int
-        In elements.
-    device : tuple of (DeviceType, int)
-    """
-    extension = _extension()
-    _leak_at_exit(extension)
-    return extension.make(
-        owner,
-        ptr,
-        tuple(shape),
-        tuple(strides),
-        dlpack_type(kind),
-        (int(device[0]), device[1]),
-        read_only,
-        versioned,
-    )
-
-
-_exit_is_watched: list[Any] = []
-
-
-def _leak_at_exit(extension: Any) -> None:
-    """Once the interpreter goes, a consumer's deleter must not call into it any more."""
-    if not _exit_is_watched:
-        _exit_is_watched.append(extension)
-        atexit.register(extension.going)
-
-
-@dataclass(frozen=True, eq=False)
 class Imported:
-    """Somebody else's memory, kept alive by this object.
+    """Somebody else's memory, kept alive by this object.  It does not change.
 
     Attributes
     ----------
@@ -102,13 +70,23 @@ class Imported:
     read_only : bool
     """
 
-    ptr: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    kind: ElementType
-    device: tuple[int, int]
-    read_only: bool
-    _holder: object
+    __slots__ = ("__weakref__", "_holder", "device", "kind", "ptr", "read_only", "shape", "strides")
+
+    def __init__(self, learnt: tuple[Any, ...]) -> None:
+        self._holder: object
+        self.ptr: int
+        self.shape: tuple[int, ...]
+        self.device: tuple[int, int]
+        self.read_only: bool
+        self._holder, self.ptr, self.shape, strides, dtype, self.device, self.read_only = learnt
+        self.strides: tuple[int, ...] = contiguous_strides(self.shape) if strides is None else strides
+        self.kind: ElementType = type_from_dlpack(dtype)
+
+    def __repr__(self) -> str:
+        return (
+            f"Imported(ptr={self.ptr:#x}, shape={self.shape}, strides={self.strides}, kind={self.kind.name!r}, "
+            f"device={self.device}, read_only={self.read_only})"
+        )
 
     @property
     def nbytes(self) -> int:
@@ -160,6 +138,19 @@ def from_dlpack(source: Any, *, stream: Stream | None = None) -> Imported:
     BufferError
         The producer refuses.
     """
+    direct = _take_directly(source)
+    if direct is None:
+        return Imported(_take(source, stream))
+    learnt, producer = direct
+    imported = Imported(learnt)
+    handle = _handle(imported.device, stream)
+    if stream is not None and handle != (producer or LEGACY_DEFAULT):
+        _follow(stream, imported.device[1], producer)
+    return imported
+
+
+def _take(source: Any, stream: Stream | None) -> tuple[Any, ...]:
+    """By the protocol: the producer orders the stream."""
     try:
         device_type, number = map(int, source.__dlpack_device__())
         export = source.__dlpack__
@@ -167,31 +158,51 @@ def from_dlpack(source: Any, *, stream: Stream | None = None) -> Imported:
         raise InvalidRequestError(
             f"from_dlpack: {type(source).__name__} has no __dlpack__, or no usable __dlpack_device__"
         ) from None
-    on_device = device_type in (DeviceType.CUDA, DeviceType.CUDA_MANAGED)
-    if on_device != (stream is not None):
-        raise InvalidRequestError(
-            f"from_dlpack: the memory is on DLPack device {(device_type, number)}; "
-            + ("name the stream on which it will be used" if on_device else "host memory takes no stream")
-        )
-    handle = None if stream is None else int(stream.handle) or 1  # 1 is the legacy default stream
+    handle = _handle((device_type, number), stream)
     try:
         capsule = export(stream=handle, max_version=VERSION)
     except TypeError:  # a producer from before versions
         capsule = export(stream=handle)
-    extension = _extension()
     try:
-        holder, ptr, shape, strides, dtype, device, read_only = extension.take(capsule)
+        learnt: tuple[Any, ...] = extension().take(capsule)
     except ValueError as error:
         raise InvalidRequestError(f"from_dlpack: {error}") from None
-    return Imported(
-        ptr=ptr,
-        shape=shape,
-        strides=contiguous_strides(shape) if strides is None else strides,
-        kind=type_from_dlpack(*dtype),
-        device=device,
-        read_only=read_only,
-        _holder=holder,
-    )
+    return learnt
+
+
+def _take_directly(source: Any) -> tuple[tuple[Any, ...], int] | None:
+    """By the C functions of the producer's type, and the stream on which the producer works; None without them.
+
+    They take what the protocol must refuse, or would misread, so that is left to the protocol: tensors of
+    subclasses, those that require gradients, and conjugated ones.
+    """
+    table = type(source).__dict__.get(EXCHANGE)
+    if table is None or getattr(source, "requires_grad", False):
+        return None
+    is_conj = getattr(source, "is_conj", None)
+    if is_conj is not None and is_conj():
+        return None
+    try:
+        taken: tuple[tuple[Any, ...], int] = extension().take_object(source, table)
+    except (BufferError, RuntimeError, ValueError):  # the protocol says why
+        return None
+    return taken
+
+
+def _handle(device: tuple[int, int], stream: Stream | None) -> int | None:
+    """DLPack's name of the stream on which memory of `device` will be used."""
+    on_device = device[0] in _ON_DEVICE
+    if on_device != (stream is not None):
+        raise InvalidRequestError(
+            f"from_dlpack: the memory is on DLPack device {device}; "
+            + ("name the stream on which it will be used" if on_device else "host memory takes no stream")
+        )
+    return None if stream is None else int(stream.handle) or LEGACY_DEFAULT
+
+
+def _follow(stream: Stream, device: int, producer: int) -> None:
+    """Order `stream` behind what has been enqueued on the stream with the handle `producer` of `device`."""
+    stream.wait(stream.driver.stream_from_handle(device, producer).record())
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

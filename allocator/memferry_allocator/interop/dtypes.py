@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from enum import IntEnum
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,9 @@ _NAMES += [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 _CODES = {name: _KINDS[np.dtype(name).kind] for name in _NAMES}
 _CODES |= {"bfloat16": Code.BFLOAT, "float8_e4m3fn": Code.FLOAT8_E4M3FN, "float8_e5m2": Code.FLOAT8_E5M2}
 _TYPES = {name: plain_element_type(name) for name in _CODES}
-_BY_CODE = {(int(_CODES[name]), 8 * kind.itemsize): kind for name, kind in _TYPES.items()}
+DLPACK_TYPES = {name: int(_CODES[name]) | kind.itemsize << 11 | 1 << 16 for name, kind in _TYPES.items()}
+"""DLPack's data type by name: its code, the bits from bit 8 on, and one lane from bit 16 on."""
+_BY_PACKED = {packed: _TYPES[name] for name, packed in DLPACK_TYPES.items()}
 
 
 def element_type(dtype: Hashable) -> ElementType:
@@ -62,25 +64,22 @@ def _element_type(dtype: Hashable) -> ElementType:
     return kind
 
 
-def dlpack_type(kind: ElementType) -> tuple[int, int]:
-    """DLPack's code and bits of a type that can be exchanged."""
-    return int(_CODES[kind.name]), 8 * kind.itemsize
-
-
-def type_from_dlpack(code: int, bits: int, lanes: int) -> ElementType:
-    """The type that a DLPack tensor says it has.
+def type_from_dlpack(packed: int) -> ElementType:
+    """The type that a DLPack tensor says it has, packed as in `DLPACK_TYPES`.
 
     Raises
     ------
     UnsupportedError
         It has another.
     """
-    found = _BY_CODE.get((code, bits)) if lanes == 1 else None
+    found = _BY_PACKED.get(packed)
     if found is None:
+        code, bits, lanes = packed & 255, packed >> 8 & 255, packed >> 16
         raise UnsupportedError(f"DLPack: type code {code} with {bits} bits and {lanes} lanes is not supported")
     return found
 
 
+@cache
 def typestr(kind: ElementType) -> str:
     """NumPy's string for a type; opaque bytes of its size where NumPy has none."""
     if kind.numpy is not None:

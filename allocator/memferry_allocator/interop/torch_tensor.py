@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidRequestError
 from .array import Array
-from .dlpack import DeviceType, make_capsule
-from .dtypes import element_type
+from .dlpack import EXCHANGE, DeviceType, extension
+from .dtypes import DLPACK_TYPES
 
 if TYPE_CHECKING:
-    import torch.utils.dlpack
+    import torch
+
+_CPU, _CUDA, _CUDA_HOST = DeviceType.CPU, DeviceType.CUDA, DeviceType.CUDA_HOST
 
 
 def as_tensor(array: Array) -> torch.Tensor:
@@ -25,26 +28,43 @@ def as_tensor(array: Array) -> torch.Tensor:
     UnsupportedError
         The package was installed without a C compiler.
     """
-    import torch.utils.dlpack
-
     if array.read_only:
         raise InvalidRequestError(
             "as_tensor: the view only reads, and torch would write to it without a word; acquire it with "
             "Mode.READ_WRITE, or make the array with promise_not_to_write=True"
         )
-    dtype: Any = getattr(torch, array.kind.name)
-    if array.nbytes == 0:
-        device = f"cuda:{array.device[1]}" if array.device[0] is DeviceType.CUDA else "cpu"
-        return torch.empty(array.shape, dtype=dtype, device=device)
-    return torch.utils.dlpack.from_dlpack(_bytes_of(array)).view(dtype).view(array.shape)
-
-
-def _bytes_of(array: Array) -> Any:
-    """All of it as bytes, which every torch takes; a bare capsule, since the order is the caller's."""
     _ = array.view.ptr  # refused once released
-    return make_capsule(
-        array, array.ptr, (array.nbytes,), (1,), _BYTES, array.device, read_only=False, versioned=False
+    device_type, number = array.device
+    if device_type is _CUDA_HOST:  # the CPU's to torch, which asks the driver whether memory is page-locked
+        device_type = _CPU
+    table = _exchange(device_type is _CUDA)
+    if table is None or 0 in array.shape:
+        return _by_capsule(array, device_type, number)
+    tensor: torch.Tensor = extension().make_object(
+        array, array.ptr, array.shape, DLPACK_TYPES[array.kind.name], device_type, number, table
     )
+    return tensor
 
 
-_BYTES = element_type("uint8")
+@cache
+def _exchange(on_device: bool) -> object:
+    """torch's C functions that make tensors, which know every element type; None where it is too old for them."""
+    import torch
+
+    if on_device:
+        torch.cuda.init()  # which they leave out
+    return getattr(torch.Tensor, EXCHANGE, None)
+
+
+def _by_capsule(array: Array, device_type: int, number: int) -> torch.Tensor:
+    """All of it as bytes, which every torch takes; a bare capsule, since the order is the caller's."""
+    import torch.utils.dlpack
+
+    dtype: Any = getattr(torch, array.kind.name)
+    if 0 in array.shape:
+        device = f"cuda:{number}" if device_type == _CUDA else "cpu"
+        return torch.empty(array.shape, dtype=dtype, device=device)
+    capsule = extension().make(
+        array, array.ptr, (array.nbytes,), DLPACK_TYPES["uint8"], device_type, number, False, False
+    )
+    return torch.utils.dlpack.from_dlpack(capsule).view(dtype).view(array.shape)

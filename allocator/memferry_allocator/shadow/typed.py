@@ -160,30 +160,36 @@ class _HostBytes:
 def fit(view: View, element: ElementType, shape: Any, offset: Any = 0) -> tuple[int, ...]:
     """The dimensions of an array of a view's bytes, from byte `offset` on; refused as `View.typed` says."""
     ptr, room = view.ptr, view.nbytes - _whole(offset, "offset")
-    where = f"view of {view.partition.name} as {element.name}"
     if room < 0 or (ptr + offset) % min(element.alignment, _WIDEST):
         raise InvalidRequestError(
-            f"{where}: offset {offset} is beyond its {view.nbytes} bytes, or not aligned to {element.alignment}; "
-            "give a smaller offset, a multiple of the alignment"
+            f"{_named(view, element)}: offset {offset} is beyond its {view.nbytes} bytes, or not aligned to "
+            f"{element.alignment}; give a smaller offset, a multiple of the alignment"
         )
     if shape is None:
         if room % element.itemsize:
             raise InvalidRequestError(
-                f"{where}: {room} bytes are no whole number of {element.itemsize}-byte elements; give a shape"
+                f"{_named(view, element)}: {room} bytes are no whole number of {element.itemsize}-byte elements; "
+                "give a shape"
             )
         return (room // element.itemsize,)
     wanted = _dimensions(shape)
     if math.prod(wanted) * element.itemsize > room:
         raise InvalidRequestError(
-            f"{where}: shape {wanted} takes {math.prod(wanted) * element.itemsize} bytes, {room} are there; "
-            "ask for fewer elements"
+            f"{_named(view, element)}: shape {wanted} takes {math.prod(wanted) * element.itemsize} bytes, {room} "
+            "are there; ask for fewer elements"
         )
     return wanted
 
 
+def _named(view: View, element: ElementType) -> str:
+    return f"view of {view.partition.name} as {element.name}"
+
+
 def _dimensions(shape: Any) -> tuple[int, ...]:
-    parts: Iterable[Any] = shape if isinstance(shape, Iterable) and not isinstance(shape, str) else (shape,)
-    dimensions = tuple(_whole(part, "shape") for part in parts)
+    parts: Iterable[Any] = shape
+    if not isinstance(shape, (tuple, list)) and (not isinstance(shape, Iterable) or isinstance(shape, str)):
+        parts = (shape,)
+    dimensions = tuple([_whole(part, "shape") for part in parts])
     if len(dimensions) > _MOST_DIMENSIONS:
         raise InvalidRequestError(f"shape: {len(dimensions)} dimensions, at most {_MOST_DIMENSIONS}; use fewer")
     return dimensions

@@ -80,7 +80,7 @@ class View:
         self.mode = mode
         self._ptr = ptr
         self._released = False
-        self._exports: weakref.WeakSet[object] | None = None
+        self._exports: set[weakref.ref[object]] | None = None
         self._lease = lease = Lease(self)
         lease.partition = partition
         lease.place = place
@@ -209,15 +209,17 @@ class View:
     def export(self, user: object) -> None:
         """Refuse to be released as long as `user`, through whom others use the bytes, is alive."""
         space = self.partition.space
-        space.driver.require_usable()
+        if space.driver._forked:
+            space.driver.require_usable()
         with space.lock:
             if self._released:
                 raise self._gone()
-            if self._exports is None:
-                self._exports = weakref.WeakSet()
-            self._exports.add(user)
+            exports = self._exports
+            if exports is None:
+                exports = self._exports = set()
+            exports.add(weakref.ref(user, exports.discard))  # in C: many arrays live for one call only
 
-    def _forbid_exports(self, exports: weakref.WeakSet[object]) -> None:
+    def _forbid_exports(self, exports: set[weakref.ref[object]]) -> None:
         if exports:
             gc.collect()  # a cycle may be all that holds them
         if exports:
