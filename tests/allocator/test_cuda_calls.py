@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import pytest
@@ -103,6 +104,54 @@ def test_a_recording_in_a_capture_is_in_no_streams_order(driver: CudaDriver, lib
     for _ in range(2):
         other.wait(event)
     assert library.asked("cuStreamWaitEvent") == [(41, 500, 0)] * 2
+
+
+@pytest.mark.parametrize("see", ["stream", "event", "query"])
+def test_what_the_host_has_seen_the_end_of_is_not_waited_for(
+    driver: CudaDriver, library: Library, see: str
+) -> None:
+    stream, other = _stream(driver, 40), _stream(driver, 41)
+    first, last = stream.record(), stream.record()
+    later = _stream(driver, 42).record()
+    {"stream": stream.synchronize, "event": last.synchronize, "query": last.query}[see]()
+    other.wait(first)
+    other.wait(last)
+    assert library.asked("cuStreamWaitEvent") == []
+    for event in (stream.record(last), later):
+        other.wait(event)
+    assert len(library.asked("cuStreamWaitEvent")) == 2
+    assert first.query()  # of what is older than known already
+    _stream(driver, 43).wait(last)
+    assert len(library.asked("cuStreamWaitEvent")) == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "code"), [("cuEventQuery", 600), ("cuStreamSynchronize", 1), ("cuEventSynchronize", 1)]
+)
+def test_what_is_not_seen_to_end_is_waited_for(driver: CudaDriver, library: Library, call: str, code: int) -> None:
+    stream, other = _stream(driver, 40), _stream(driver, 41)
+    event = stream.record()
+    library.codes[call] = code
+    with contextlib.suppress(DriverError):
+        {"E": event.synchronize, "S": stream.synchronize, "Q": event.query}["Q" if code == 600 else call[2]]()
+    other.wait(event)
+    assert len(library.asked("cuStreamWaitEvent")) == 1
+
+
+def test_handles_of_events_that_are_gone_serve_the_next_ones(
+    driver: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = itertools.count(500)
+    monkeypatch.setattr(cu, "cuEventCreate", lambda flags: (*OK, next(numbers)))
+    destroyed: list[int] = []
+    monkeypatch.setattr(cu, "cuEventDestroy", lambda handle: destroyed.append(handle) or OK)
+    kept, gone = driver.create_event(0), driver.create_event(0)
+    del gone
+    assert [kept.handle, driver.create_event(0, timing=True).handle] == [500, 502]
+    assert driver.create_event(0).handle == 501
+    driver.close()
+    assert sorted(destroyed) == [501, 502]
+    del kept
 
 
 def test_asking_about_a_capture_needs_no_context(driver: CudaDriver, library: Library) -> None:

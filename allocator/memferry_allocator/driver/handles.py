@@ -143,6 +143,11 @@ class Bracket:
         """Close the bracket, from any thread that was handed the bytes; a second call does nothing."""
 
 
+def recordings_so_far() -> int:
+    """A number above those of all recordings so far, and below those of all to come."""
+    return next(_sequence)
+
+
 NO_BRACKET = Bracket()
 _sequence = itertools.count(1)
 

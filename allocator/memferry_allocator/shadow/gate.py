@@ -21,7 +21,9 @@ class StreamGate:
 
     def admit(self, stream: object) -> Stream:
         """`stream`, if a view may begin on it."""
-        found = require_stream(stream, self._device)
+        found = stream
+        if found.__class__ is not Stream or found.device != self._device:  # so that what is right costs no call
+            found = require_stream(stream, self._device)
         if found.driver is not self._driver:
             raise InvalidRequestError(
                 f"stream: it is of another driver ({found.driver.name}); make one with this space's driver"
