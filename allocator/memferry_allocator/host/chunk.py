@@ -35,10 +35,10 @@ class Chunk:
     owner: object | None
     holders: list[Hold] = field(default_factory=list)
     gone: bool = False
+    end: int = field(init=False)
 
-    @property
-    def end(self) -> int:
-        return self.start + self.nbytes
+    def __post_init__(self) -> None:
+        self.end = self.start + self.nbytes
 
     @property
     def span(self) -> Span:

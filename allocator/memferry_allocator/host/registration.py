@@ -184,7 +184,8 @@ class RegistrationMap:
 
     def pieces(self, span: Span) -> Sequence[Span]:
         """`split` of a range that is known to be one; itself if no edge is in it, as nearly always."""
-        return (span,) if self._ledger.table.holds(*span) else self.split(*span)
+        ptr, nbytes = span
+        return (span,) if self._ledger.table.holds(ptr, nbytes) else self.split(ptr, nbytes)
 
     def covers(self, address: int, nbytes: int) -> bool:
         """Whether every byte of a host range is registered through this map."""

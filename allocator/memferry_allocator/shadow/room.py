@@ -78,7 +78,8 @@ class Room:
         nbytes = partition.reserved
         while True:
             refusal = None
-            free = self.budget - self._used
+            used = self.pool.used if self._whole else self.taken
+            free = self.budget - used
             if free >= nbytes:
                 try:
                     return self._take(partition, stream)
@@ -89,9 +90,13 @@ class Room:
             if favourite is None:
                 if partition.space.reap():
                     continue
-                raise refusal or self._out_of_memory(partition)
+                raise refusal or self._out_of_memory(partition, used)
             if favourite.reserved == nbytes:
-                return self._reuse(favourite._hand_over(stream), partition)
+                copy = favourite._hand_over(stream)
+                self._owners[copy.span.ptr] = partition
+                if copy.span.nbytes != partition.nbytes:
+                    copy.span = Span(copy.span.ptr, partition.nbytes)
+                return copy
             self._make_room(nbytes, favourite)
 
     def deallocate(
@@ -128,25 +133,13 @@ class Room:
         self.taken += partition.reserved
         return DeviceCopy(Span(ptr, partition.nbytes))
 
-    def _reuse(self, copy: DeviceCopy, partition: Copies) -> DeviceCopy:
-        """A copy that another partition has handed over, which takes as much of the budget."""
-        ptr, nbytes = copy.span
-        self._owners[ptr] = partition
-        if nbytes != partition.nbytes:
-            copy.span = Span(ptr, partition.nbytes)
-        return copy
-
-    @property
-    def _used(self) -> int:
-        return self.pool.used if self._whole else self.taken
-
-    def _out_of_memory(self, partition: Copies) -> OutOfMemory:
+    def _out_of_memory(self, partition: Copies, used: int) -> OutOfMemory:
         return OutOfMemory(
             f"device budget: {partition.name} needs {format_size(partition.reserved)}; of "
-            f"{format_size(self.budget)}, {format_size(self._used)} are in use and {format_size(self.idle_bytes)} "
+            f"{format_size(self.budget)}, {format_size(used)} are in use and {format_size(self.idle_bytes)} "
             "could be evicted; release or unpin something, or raise device_budget",
             size=partition.reserved,
-            used=self._used,
+            used=used,
             limit=self.budget,
             budget="device budget",
         )

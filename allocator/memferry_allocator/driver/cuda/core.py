@@ -48,7 +48,6 @@ class CudaCore(Driver):
         self._lost: dict[int, str] = {}
         self._events: dict[tuple[int, bool], list[int]] = {}
         self._lent: set[Any] = set()
-        self._over: dict[int, int] = {}  # by a stream's number, the recording whose end the host has seen last
         self._infos: dict[int, DeviceInfo] = {}
         self._addresses: AddressBook | None = None
         self._captured: dict[int, Stream] = {}

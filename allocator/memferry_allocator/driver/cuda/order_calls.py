@@ -12,7 +12,6 @@ from .core import CLOSED, CudaCore
 from .errors import NOT_READY, SUCCESS
 
 _NON_BLOCKING, _DISABLE_TIMING = 1, 2
-_MOST_KNOWN = 256
 _LEGACY = (0, 1)  # the default stream's names: it cannot be captured, and asking it breaks captures of others
 
 
@@ -69,8 +68,7 @@ class OrderCalls(CudaCore):
 
     def stream_wait(self, stream: Stream, event: Event) -> None:
         handle, other = self._stream(stream), self._event(event)
-        origin, number = event.recorded
-        if number == 0 or (origin is not None and self._over.get(origin.number, 0) >= number):
+        if event.recorded[1] == 0:
             return
         code = self._answer(stream.device, self._library.cuStreamWaitEvent, handle, other, 0)
         if code != SUCCESS:
@@ -82,7 +80,7 @@ class OrderCalls(CudaCore):
         code = self._answer(stream.device, self._library.cuStreamSynchronize, handle)
         if code != SUCCESS:
             raise self._error(stream.device, code, "stream_synchronize")
-        self._seen(stream, number)
+        stream.over(number)
 
     def stream_query(self, stream: Stream) -> bool:
         handle = self._stream(stream)
@@ -137,21 +135,22 @@ class OrderCalls(CudaCore):
         handle = self._event(event)
         if event.sequence == 0:  # never recorded, whatever its handle was used for before
             return True
-        recorded = event.recorded
+        origin, number = event.recorded
         code = self._answer(event.device, self._library.cuEventQuery, handle)
-        if code == SUCCESS:
-            self._seen(*recorded)
+        if code == SUCCESS and origin is not None:
+            origin.over(number)
         return self._done(event.device, "event_query", code)
 
     def event_synchronize(self, event: Event) -> None:
         handle = self._event(event)
-        recorded = event.recorded
-        if recorded[1] == 0:
+        origin, number = event.recorded
+        if number == 0:
             return
         code = self._answer(event.device, self._library.cuEventSynchronize, handle)
         if code != SUCCESS:
             raise self._error(event.device, code, "event_synchronize")
-        self._seen(*recorded)
+        if origin is not None:
+            origin.over(number)
 
     def event_elapsed(self, start: Event, end: Event) -> float:
         first, last = self._event(start), self._event(end)
@@ -160,13 +159,6 @@ class OrderCalls(CudaCore):
         with self._on(end.device):
             result = cu.cuEventElapsedTime(first, last)
             return float(self._check(end.device, "event_elapsed", result)) / 1e3
-
-    def _seen(self, stream: Stream | None, number: int) -> None:
-        """The host has seen that a recording on a stream is reached: nobody need wait for it any more."""
-        if stream is not None and number > self._over.get(stream.number, 0):
-            if len(self._over) >= _MOST_KNOWN:  # of streams long gone; forgetting one costs a wait too many
-                self._over.clear()
-            self._over[stream.number] = number
 
     def _done(self, device: int, call: str, code: int) -> bool:
         if code == SUCCESS:
