@@ -106,34 +106,36 @@ def test_a_recording_in_a_capture_is_in_no_streams_order(driver: CudaDriver, lib
     assert library.asked("cuStreamWaitEvent") == [(41, 500, 0)] * 2
 
 
-@pytest.mark.parametrize("see", ["stream", "event", "query"])
-def test_what_the_host_has_seen_the_end_of_is_not_waited_for(
-    driver: CudaDriver, library: Library, see: str
-) -> None:
+def test_what_the_host_has_waited_for_no_stream_waits_for(driver: CudaDriver, library: Library) -> None:
     stream, other = _stream(driver, 40), _stream(driver, 41)
     first, last = stream.record(), stream.record()
-    later = _stream(driver, 42).record()
-    {"stream": stream.synchronize, "event": last.synchronize, "query": last.query}[see]()
+    elsewhere = _stream(driver, 42).record()
+    stream.synchronize()
     other.wait(first)
     other.wait(last)
     assert library.asked("cuStreamWaitEvent") == []
-    for event in (stream.record(last), later):
+    for event in (stream.record(last), elsewhere):
         other.wait(event)
     assert len(library.asked("cuStreamWaitEvent")) == 2
-    assert first.query()  # of what is older than known already
-    _stream(driver, 43).wait(last)
-    assert len(library.asked("cuStreamWaitEvent")) == 3
+    other.wait(first)
+    assert len(library.asked("cuStreamWaitEvent")) == 2
 
 
-@pytest.mark.parametrize(
-    ("call", "code"), [("cuEventQuery", 600), ("cuStreamSynchronize", 1), ("cuEventSynchronize", 1)]
-)
-def test_what_is_not_seen_to_end_is_waited_for(driver: CudaDriver, library: Library, call: str, code: int) -> None:
+def test_a_name_of_many_streams_says_nothing_of_the_others(driver: CudaDriver, library: Library) -> None:
+    """Each thread has its own per-thread default stream, and has waited for no other."""
+    stream, other = _stream(driver, 2), _stream(driver, 41)
+    event = stream.record()
+    stream.synchronize()
+    other.wait(event)
+    assert len(library.asked("cuStreamWaitEvent")) == 1
+
+
+def test_a_wait_of_the_host_that_fails_is_none(driver: CudaDriver, library: Library) -> None:
     stream, other = _stream(driver, 40), _stream(driver, 41)
     event = stream.record()
-    library.codes[call] = code
-    with contextlib.suppress(DriverError):
-        {"E": event.synchronize, "S": stream.synchronize, "Q": event.query}["Q" if code == 600 else call[2]]()
+    library.codes["cuStreamSynchronize"] = 1
+    with refused("INVALID_VALUE"):
+        stream.synchronize()
     other.wait(event)
     assert len(library.asked("cuStreamWaitEvent")) == 1
 

@@ -35,7 +35,7 @@ class Stream:
         """Order everything enqueued here from now on after what `event` has recorded.
 
         What is ordered already costs nothing: an event of this very stream, one of a stream for whose later
-        event this one has waited before, or one whose end the host has seen.
+        event this one has waited before, or one before the last `synchronize` of its stream.
         """
         if self.driver._forked:
             self.driver.require_usable()
@@ -56,9 +56,9 @@ class Stream:
             self._aware[origin.number] = sequence
 
     def over(self, number: int) -> None:
-        """Note that the host has seen the end of a recording here: no device need wait for it any more.
+        """Note that the host has waited for all recordings up to a number: nobody need wait for them any more.
 
-        For drivers whose work needs no other order than that of time.
+        For drivers; the emulated one keeps account of which thread knows that.
         """
         if number > self._aware.get(self.number, 0):
             self._aware[self.number] = number

@@ -12,6 +12,7 @@ from .core import CLOSED, CudaCore
 from .errors import NOT_READY, SUCCESS
 
 _NON_BLOCKING, _DISABLE_TIMING = 1, 2
+_PER_THREAD = 2  # a name for another stream in every thread
 _LEGACY = (0, 1)  # the default stream's names: it cannot be captured, and asking it breaks captures of others
 
 
@@ -80,7 +81,8 @@ class OrderCalls(CudaCore):
         code = self._answer(stream.device, self._library.cuStreamSynchronize, handle)
         if code != SUCCESS:
             raise self._error(stream.device, code, "stream_synchronize")
-        stream.over(number)
+        if handle != _PER_THREAD:
+            stream.over(number)
 
     def stream_query(self, stream: Stream) -> bool:
         handle = self._stream(stream)
@@ -135,22 +137,16 @@ class OrderCalls(CudaCore):
         handle = self._event(event)
         if event.sequence == 0:  # never recorded, whatever its handle was used for before
             return True
-        origin, number = event.recorded
         code = self._answer(event.device, self._library.cuEventQuery, handle)
-        if code == SUCCESS and origin is not None:
-            origin.over(number)
         return self._done(event.device, "event_query", code)
 
     def event_synchronize(self, event: Event) -> None:
         handle = self._event(event)
-        origin, number = event.recorded
-        if number == 0:
+        if event.sequence == 0:
             return
         code = self._answer(event.device, self._library.cuEventSynchronize, handle)
         if code != SUCCESS:
             raise self._error(event.device, code, "event_synchronize")
-        if origin is not None:
-            origin.over(number)
 
     def event_elapsed(self, start: Event, end: Event) -> float:
         first, last = self._event(start), self._event(end)
