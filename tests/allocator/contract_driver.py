@@ -361,6 +361,24 @@ class DriverContract:
         driver.synchronize(0)
         assert [set(np.unique(data)) for data in out] == [{1}, {2}]
 
+    def test_a_wait_counts_again_after_the_host_has_waited(self, machine: Machine) -> None:
+        """What a stream was synchronised for need not be waited for; what it got later must be."""
+        driver, nbytes = machine.driver, self.big
+        writer, reader = machine.stream(), machine.stream()
+        ptr, out, event = machine.device(nbytes), machine.pinned(nbytes), driver.create_event(0)
+        for value in (1, 2, 3):
+            driver.fill(ptr, value, nbytes, stream=writer)
+            writer.record(event)
+            if value == 1:
+                writer.synchronize()
+            reader.wait(event)
+            driver.copy(address(out), ptr, nbytes, stream=reader)
+            writer.wait(reader.record())
+            if value != 2:
+                reader.synchronize()
+                with driver.host_access(reads=[Span(address(out), nbytes)]):
+                    assert set(np.unique(out)) == {value}
+
     def test_an_event_that_was_never_recorded_is_done(self, machine: Machine) -> None:
         event, stream = machine.driver.create_event(0), machine.stream()
         assert event.query()

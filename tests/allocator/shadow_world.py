@@ -108,7 +108,7 @@ def snapshot(space: ShadowSpace) -> Any:
 
     def state(part: Partition) -> tuple[Any, ...]:
         copy = part._copy
-        device = None if copy is None else (copy.ptr, copy.valid, copy.dirty, uses(copy.hazards))
+        device = None if copy is None else (copy.span, copy.valid, copy.dirty, uses(copy.hazards))
         return part.name, part.in_use, part.pins, part.closed, uses(part._home), device
 
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import pytest
@@ -103,6 +104,56 @@ def test_a_recording_in_a_capture_is_in_no_streams_order(driver: CudaDriver, lib
     for _ in range(2):
         other.wait(event)
     assert library.asked("cuStreamWaitEvent") == [(41, 500, 0)] * 2
+
+
+def test_what_the_host_has_waited_for_no_stream_waits_for(driver: CudaDriver, library: Library) -> None:
+    stream, other = _stream(driver, 40), _stream(driver, 41)
+    first, last = stream.record(), stream.record()
+    elsewhere = _stream(driver, 42).record()
+    stream.synchronize()
+    other.wait(first)
+    other.wait(last)
+    assert library.asked("cuStreamWaitEvent") == []
+    for event in (stream.record(last), elsewhere):
+        other.wait(event)
+    assert len(library.asked("cuStreamWaitEvent")) == 2
+    other.wait(first)
+    assert len(library.asked("cuStreamWaitEvent")) == 2
+
+
+def test_a_name_of_many_streams_says_nothing_of_the_others(driver: CudaDriver, library: Library) -> None:
+    """Each thread has its own per-thread default stream, and has waited for no other."""
+    stream, other = _stream(driver, 2), _stream(driver, 41)
+    event = stream.record()
+    stream.synchronize()
+    other.wait(event)
+    assert len(library.asked("cuStreamWaitEvent")) == 1
+
+
+def test_a_wait_of_the_host_that_fails_is_none(driver: CudaDriver, library: Library) -> None:
+    stream, other = _stream(driver, 40), _stream(driver, 41)
+    event = stream.record()
+    library.codes["cuStreamSynchronize"] = 1
+    with refused("INVALID_VALUE"):
+        stream.synchronize()
+    other.wait(event)
+    assert len(library.asked("cuStreamWaitEvent")) == 1
+
+
+def test_handles_of_events_that_are_gone_serve_the_next_ones(
+    driver: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = itertools.count(500)
+    monkeypatch.setattr(cu, "cuEventCreate", lambda flags: (*OK, next(numbers)))
+    destroyed: list[int] = []
+    monkeypatch.setattr(cu, "cuEventDestroy", lambda handle: destroyed.append(handle) or OK)
+    kept, gone = driver.create_event(0), driver.create_event(0)
+    del gone
+    assert [kept.handle, driver.create_event(0, timing=True).handle] == [500, 502]
+    assert driver.create_event(0).handle == 501
+    driver.close()
+    assert sorted(destroyed) == [501, 502]
+    del kept
 
 
 def test_asking_about_a_capture_needs_no_context(driver: CudaDriver, library: Library) -> None:

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from memferry_allocator import (
     ClosedError,
     DevicePool,
+    DriverError,
     DriverMemory,
     DriverOutOfMemory,
     EmulatedDriver,
@@ -44,8 +45,11 @@ class Listening(EmulatedDriver):
     def __init__(self, options: EmulatedOptions | None = None) -> None:
         super().__init__(options)
         self.waits: list[tuple[Stream, Event]] = []
+        self.refused = False
 
     def stream_wait(self, stream: Stream, event: Event) -> None:
+        if self.refused:
+            raise DriverError("CUDA_ERROR_INVALID_VALUE", "stream_wait", "refused on purpose")
         self.waits.append((stream, event))
         super().stream_wait(stream, event)
 
@@ -338,6 +342,33 @@ def test_only_uses_before_the_deallocation_are_waited_for() -> None:
     assert driver.waits == [(other, event)]
     other.synchronize()
     assert set(driver.host_bytes(late, KIB) or b"") == {0xFF}
+
+
+def test_a_block_that_came_back_with_events_serves_any_stream() -> None:
+    """As it is, behind its own uses and no neighbour's; a wait that is refused leaves it free."""
+    driver = Listening(EmulatedOptions(eagerness=0.0))
+    pool = DevicePool(driver, 0, 4 * KIB)
+    one, other = driver.create_stream(0), driver.create_stream(0)
+    blocks = [pool.allocate(KIB, stream=one) for _ in range(4)]
+    events = []
+    for ptr in blocks:
+        driver.fill(ptr, 1, KIB, stream=one)
+        events.append(one.record())
+    for ptr, event in zip(blocks, events, strict=True):
+        pool.deallocate(ptr, KIB, stream=one, uses={one: event})
+    driver.refused = True
+    with refused("INVALID_VALUE"):
+        pool.allocate(KIB, stream=other)
+    driver.refused = False
+    assert (pool.used, driver.waits) == (0, [])
+    assert pool.allocate(KIB, stream=other) == blocks[3]
+    assert driver.waits == [(other, events[3])]
+    driver.fill(blocks[3], 2, KIB, stream=other)
+    assert (pool.used, pool.largest_free) == (KIB, 3 * KIB)
+    pool.deallocate(blocks[3], KIB, stream=other)
+    assert pool.largest_free == 4 * KIB
+    other.synchronize()
+    pool.close()
 
 
 def test_merging_keeps_the_later_use_of_every_stream(machine: Machine, pool: DevicePool) -> None:

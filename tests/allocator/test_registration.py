@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -278,8 +279,21 @@ def test_split_and_covers(
     cuts = [byte for byte in range(at, at + nbytes) if byte == at or chunk_of[byte] != chunk_of[byte - 1]]
     ends = [*cuts[1:], at + nbytes]
     assert pieces == [(low, high - low) for low, high in zip(cuts, ends, strict=False)]
+    assert list(known.pieces(Span(start + at, nbytes))) == known.split(start + at, nbytes)
     assert known.covers(start + at, nbytes) == all(chunk_of[at : at + nbytes])
     assert known.nbytes == driver.registered == sum(map(bool, chunk_of))
+
+
+def test_a_range_in_one_chunk_is_its_own_piece() -> None:
+    data, known = pages(600), RegistrationMap(EmulatedDriver(), max_chunk=300)
+    held = known.register(address(data), 600)
+    whole, cut = Span(address(data), 300), Span(address(data), 301)
+    assert known.pieces(whole)[0] is whole
+    assert len(known.pieces(cut)) == 2
+    held.close()
+    assert list(known.pieces(cut)) == [cut]
+    with pytest.raises(InvalidRequestError, match="no range"):
+        known.pieces(Span(address(data), -1))
 
 
 # -- threads and the garbage collector ---------------------------------------------------------------------
@@ -296,6 +310,25 @@ def test_threads_register_and_close(machine: Machine) -> None:
 
     in_threads(8, work)
     assert known.nbytes == 0
+
+
+def test_pieces_are_told_while_another_thread_registers() -> None:
+    """Pinning takes long, and a copy elsewhere does not wait for it."""
+    told = []
+
+    class Asking(Counting):
+        def host_register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
+            super().host_register(address, nbytes, read_only=read_only)
+            asking = threading.Thread(target=lambda: told.append(list(known.pieces(mine))), daemon=True)
+            asking.start()
+            asking.join(60)
+
+    data, known = pages(600), RegistrationMap(Asking(), max_chunk=300)
+    mine = Span(address(data), 200)
+    held = known.register(*mine)
+    known.register(mine.ptr + 200, 400).close()
+    held.close()
+    assert told == [[mine]] * 3
 
 
 def test_a_registration_may_be_closed_by_a_collection_inside_the_map(monkeypatch: pytest.MonkeyPatch) -> None:

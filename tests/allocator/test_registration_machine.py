@@ -260,7 +260,7 @@ class Registering(RuleBasedStateMachine):
         expected = [
             Span(self.start + low * UNIT, (high - low) * UNIT) for low, high in zip(cuts, ends, strict=False)
         ]
-        assert self.known.split(*span) == expected
+        assert self.known.split(*span) == list(self.known.pieces(span)) == expected
         if size and all(chunks[at : at + size]) and not any(map(self.model.stale, chunks[at : at + size])):
             ptr = self.known.device_ptr(span.ptr, 0, span.nbytes)
             assert ptr == self.driver.host_device_pointer(span.ptr, 0)

@@ -315,6 +315,24 @@ def test_a_copy_of_the_same_size_hands_its_memory_on(world: World) -> None:
     assert [set(world.read(part)) for part in world.buffer] == [{1}, {2}, {3}]
 
 
+def test_memory_that_is_handed_on_is_as_long_as_its_new_user(world: World) -> None:
+    """Both take as much of the budget, in whole multiples of the alignment."""
+    space, first = world.space, world.buffer[0]
+    space.resize(SIZE)
+    short = space.buffer("short", [world.arena.cut(SIZE - 100)])[0]
+    assert short.reserved == first.reserved
+    world.arena.array(short.host)[:] = 7
+    for _ in range(2):
+        assert set(world.read(short, Place.DEVICE)[: SIZE - 100]) == {7}
+        assert list(world.read(first, Place.DEVICE)) == list(pattern(SIZE, 0))
+    with short.acquire(Place.DEVICE, Mode.READ_WRITE, stream=world.stream) as view:
+        assert view.nbytes == SIZE - 100
+        world.driver.fill(view.ptr, 8, view.nbytes, stream=world.stream)
+    assert first.copy_address == 0
+    assert [set(world.read(first, Place.DEVICE)), set(world.home(short))] == [set(pattern(SIZE, 0)), {8}]
+    assert space.device_used == SIZE
+
+
 # -- pins -------------------------------------------------------------------------------------------------------
 def test_a_pinned_copy_stays(world: World) -> None:
     first, second, third = world.buffer

@@ -55,7 +55,8 @@ class DevicePool(MemoryResource):
     Notes
     -----
     Freed blocks wait in a list by size for the next request of that size on their stream, which costs two
-    dictionary operations.  They merge with their neighbours when a request does not find its size.
+    dictionary operations.  Those that came back with events of their uses serve any stream, ordered behind these.
+    Both merge with their neighbours when a request does not find its size.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class DevicePool(MemoryResource):
         self._live: dict[int, Block] = {}  # changed in single steps, by whoever gives back without the lock
         self._late: deque[tuple[Block, Stream | None]] = deque()
         self._caches: dict[Stream, dict[int, list[Block]]] = {}
-        self._returned: list[Block] = []
+        self._returned: dict[int, list[Block]] = {}  # by size; their marks tell when
         self._open: dict[Stream, Mark] = {}
         self._free = FreeBlocks()
         self._segments = Segments(source)
@@ -168,6 +169,9 @@ class DevicePool(MemoryResource):
                     raise ClosedError("device pool: it was closed")
                 if size == 0:
                     return 0
+                block = self._reuse(size, stream)
+                if block is not None:
+                    return block.start
                 found = self._find(size, stream)
                 if found is not None:
                     return self._take(*found, size, stream)
@@ -178,6 +182,22 @@ class DevicePool(MemoryResource):
             self.trim()  # waits for the device, and so not under the lock
             may_make_room = False
 
+    def _reuse(self, size: int, stream: Stream) -> Block | None:
+        """A block as it was given back, with events that say when its uses are over."""
+        blocks = self._returned.get(size)
+        if not blocks:
+            return None
+        block = blocks.pop()
+        try:
+            for _, _, mark in block.uses:
+                mark.before(stream)
+        except BaseException:
+            self._returned.setdefault(size, []).append(block)
+            raise
+        block.uses = []
+        self._hold(block)
+        return block
+
     def _find(self, size: int, stream: Stream) -> tuple[Block, int] | None:
         """A free block and where to cut `size` bytes out of it, after all have merged; growth comes last."""
         self._merge()
@@ -186,11 +206,13 @@ class DevicePool(MemoryResource):
     def _take(self, free: Block, start: int, size: int, stream: Stream) -> int:
         for mark in free.marks(start, start + size):
             mark.before(stream)
-        block = self._free.cut(free, start, size)
-        self._live[start] = block
-        self._used += size
-        self._peak = max(self._peak, self._used)
+        self._hold(self._free.cut(free, start, size))
         return start
+
+    def _hold(self, block: Block) -> None:
+        self._live[block.start] = block
+        self._used += block.size
+        self._peak = max(self._peak, self._used)
 
     def _grow(self, size: int, stream: Stream) -> tuple[Block, int] | None:
         """What `_find` looks for, with the help of another segment, which continues the last one if it may."""
@@ -298,7 +320,7 @@ class DevicePool(MemoryResource):
                 return
             self._used -= block.size
             if stream is None:
-                self._returned.append(block)
+                self._returned.setdefault(block.size, []).append(block)
             else:
                 self._caches.setdefault(stream, {}).setdefault(block.size, []).append(block)
 
@@ -369,9 +391,10 @@ class DevicePool(MemoryResource):
     def _merge(self) -> None:
         """Let everything that was given back merge with its neighbours."""
         self._file_late()
-        returned, self._returned = self._returned, []  # exchanged at once: a finaliser may give back meanwhile
-        for block in returned:
-            self._free.add(block)
+        returned, self._returned = self._returned, {}  # exchanged at once: a finaliser may give back meanwhile
+        for blocks in returned.values():
+            for block in blocks:
+                self._free.add(block)
         caches, self._caches = self._caches, {}
         for stream, cache in caches.items():
             mark = self._mark(stream) if stream.owned else None

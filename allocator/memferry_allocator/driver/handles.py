@@ -29,13 +29,13 @@ class Stream:
     owned: bool
     recording: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     number: int = field(default_factory=itertools.count(1).__next__, init=False, repr=False)  # of its own for ever
-    _aware: dict[int, int] = field(default_factory=dict, init=False, repr=False)  # by `number` of other streams
+    _aware: dict[int, int] = field(default_factory=dict, init=False, repr=False)  # of recordings, by `number`
 
     def wait(self, event: Event) -> None:
         """Order everything enqueued here from now on after what `event` has recorded.
 
-        What is ordered already costs nothing: an event of this very stream, or one of a stream for whose
-        later event this one has waited before.
+        What is ordered already costs nothing: an event of this very stream, one of a stream for whose later
+        event this one has waited before, or one before the last `synchronize` of its stream.
         """
         if self.driver._forked:
             self.driver.require_usable()
@@ -43,13 +43,25 @@ class Stream:
             origin, sequence = event.recorded
         except AttributeError:
             raise _no_event(event) from None
-        if origin is self or (origin is not None and self._aware.get(origin.number, 0) >= sequence):
+        if origin is self:
             return
+        if origin is not None:
+            other = origin.number
+            if self._aware.get(other, 0) >= sequence or origin._aware.get(other, 0) >= sequence:
+                return
         self.driver.stream_wait(self, event)
         if origin is not None:
             if len(self._aware) >= _MOST_KNOWN:  # of streams long gone; forgetting one costs a wait too many
                 self._aware.clear()
             self._aware[origin.number] = sequence
+
+    def over(self, number: int) -> None:
+        """Note that the host has waited for all recordings up to a number: nobody need wait for them any more.
+
+        For drivers; the emulated one keeps account of which thread knows that.
+        """
+        if number > self._aware.get(self.number, 0):
+            self._aware[self.number] = number
 
     def record(self, event: Event | None = None) -> Event:
         """Record what has been enqueued so far, in `event` or a new one, and return it."""
@@ -141,6 +153,11 @@ class Bracket:
 
     def end(self) -> None:
         """Close the bracket, from any thread that was handed the bytes; a second call does nothing."""
+
+
+def recordings_so_far() -> int:
+    """A number above those of all recordings so far, and below those of all to come."""
+    return next(_sequence)
 
 
 NO_BRACKET = Bracket()

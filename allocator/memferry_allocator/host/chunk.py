@@ -35,10 +35,10 @@ class Chunk:
     owner: object | None
     holders: list[Hold] = field(default_factory=list)
     gone: bool = False
+    end: int = field(init=False)
 
-    @property
-    def end(self) -> int:
-        return self.start + self.nbytes
+    def __post_init__(self) -> None:
+        self.end = self.start + self.nbytes
 
     @property
     def span(self) -> Span:
@@ -46,41 +46,48 @@ class Chunk:
 
 
 class ChunkTable:
-    """Disjoint chunks in order of address."""
+    """Disjoint chunks in order of address.
+
+    Whoever only looks needs no lock: a change puts new lists in the place of the old ones, in one step.
+    """
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._chunks: list[Chunk] = []
+        self._known: tuple[list[int], list[Chunk]] = [], []  # the chunks' starts, and the chunks
 
     def __iter__(self) -> Iterator[Chunk]:
-        return iter(self._chunks)
+        return iter(self._known[1])
 
     def insert(self, chunk: Chunk) -> None:
-        index = bisect.bisect_left(self._starts, chunk.start)
-        self._starts.insert(index, chunk.start)
-        self._chunks.insert(index, chunk)
+        starts, chunks = self._known
+        index = bisect.bisect_left(starts, chunk.start)
+        self._known = (
+            [*starts[:index], chunk.start, *starts[index:]],
+            [*chunks[:index], chunk, *chunks[index:]],
+        )
 
     def remove(self, chunk: Chunk) -> None:
-        index = bisect.bisect_left(self._starts, chunk.start)
-        del self._starts[index]
-        del self._chunks[index]
+        starts, chunks = self._known
+        index = bisect.bisect_left(starts, chunk.start)
+        self._known = starts[:index] + starts[index + 1 :], chunks[:index] + chunks[index + 1 :]
 
     def overlapping(self, address: int, nbytes: int) -> list[Chunk]:
         """The chunks that have a byte of the range."""
         if nbytes <= 0:
             return []
-        first = max(bisect.bisect_right(self._starts, address) - 1, 0)
-        last = bisect.bisect_left(self._starts, address + nbytes)
-        return [chunk for chunk in self._chunks[first:last] if chunk.end > address]
+        starts, chunks = self._known
+        first = max(bisect.bisect_right(starts, address) - 1, 0)
+        last = bisect.bisect_left(starts, address + nbytes)
+        return [chunk for chunk in chunks[first:last] if chunk.end > address]
 
-    def _holds(self, address: int, nbytes: int) -> bool:
-        """Whether one chunk has all of it, as nearly always."""
-        index = bisect.bisect_right(self._starts, address) - 1
-        return index >= 0 and address + nbytes <= self._chunks[index].end
+    def holds(self, address: int, nbytes: int) -> bool:
+        """Whether one chunk has all of a range that is not empty, as nearly always."""
+        starts, chunks = self._known
+        index = bisect.bisect_right(starts, address) - 1
+        return index >= 0 and 0 < nbytes <= chunks[index].end - address
 
     def gaps(self, address: int, nbytes: int) -> list[Span]:
         """What of the range lies in no chunk."""
-        if self._holds(address, nbytes):
+        if self.holds(address, nbytes):
             return []
         found = []
         position = address
@@ -94,10 +101,10 @@ class ChunkTable:
 
     def split(self, address: int, nbytes: int) -> list[Span]:
         """The range, cut at every edge of a chunk inside it."""
+        if self.holds(address, nbytes):
+            return [Span(address, nbytes)]
         pieces = []
         position, end = address, address + nbytes
-        if nbytes > 0 and self._holds(address, nbytes):
-            return [Span(address, nbytes)]
         for chunk in self.overlapping(address, nbytes):
             for edge in (chunk.start, chunk.end):
                 if position < edge < end:

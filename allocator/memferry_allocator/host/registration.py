@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from weakref import WeakSet
 
 from ..driver import Driver, Span
@@ -179,8 +180,12 @@ class RegistrationMap:
         """
         span = _as_range(address, nbytes)
         self.driver.require_usable()
-        with self._lock:
-            return self._ledger.table.split(*span)
+        return self._ledger.table.split(*span)
+
+    def pieces(self, span: Span) -> Sequence[Span]:
+        """`split` of a range that is known to be one; itself if no edge is in it, as nearly always."""
+        ptr, nbytes = span
+        return (span,) if self._ledger.table.holds(ptr, nbytes) else self.split(ptr, nbytes)
 
     def covers(self, address: int, nbytes: int) -> bool:
         """Whether every byte of a host range is registered through this map."""

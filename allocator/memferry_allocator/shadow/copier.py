@@ -17,6 +17,9 @@ class Direction(Enum):
     DEVICE_TO_HOST = "d2h"
 
 
+_INWARD = Direction.HOST_TO_DEVICE
+
+
 class Completion(Protocol):
     """What a copy gives back: at least the event of its end."""
 
@@ -57,20 +60,20 @@ class DirectCopier:
         self._registered = registrations(driver)
 
     def lane(self, direction: Direction) -> Stream:
-        return self._inward if direction is Direction.HOST_TO_DEVICE else self._outward
+        return self._inward if direction is _INWARD else self._outward
 
     def copy(self, dst: Span, src: Span, direction: Direction, *, stream: Stream) -> DirectCopy:
         """See `Copier.copy`.  The bytes move on the lane of `direction`, whatever `stream` is."""
         if dst.nbytes != src.nbytes:
             raise InvalidRequestError(f"copy: source has {src.nbytes} bytes and destination {dst.nbytes}")
-        lane = self.lane(direction)
+        inward = direction is _INWARD
+        lane, host = (self._inward, src) if inward else (self._outward, dst)
         if stream is not lane:
             lane.wait(stream.record())
-        host = src if direction is Direction.HOST_TO_DEVICE else dst
         try:
-            for piece in self._registered.split(host.ptr, host.nbytes):
-                offset = piece.ptr - host.ptr
-                self.driver.copy(dst.ptr + offset, src.ptr + offset, piece.nbytes, stream=lane)
+            for start, nbytes in self._registered.pieces(host):
+                offset = start - host.ptr
+                self.driver.copy(dst.ptr + offset, src.ptr + offset, nbytes, stream=lane)
         finally:  # also if a piece is refused: what comes later must come after those before it
             event = lane.record()
             if stream is not lane:

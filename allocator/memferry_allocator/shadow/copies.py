@@ -15,13 +15,19 @@ if TYPE_CHECKING:
     from .space import ShadowSpace
 
 
+_INWARD, _OUTWARD = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
+
+
 class DeviceCopy:
-    """Memory for a copy.  Only that of a pinned partition outlives a write at home, and is not valid then."""
+    """Memory for a copy, and who uses it; where one partition takes the room of another, it takes this over.
 
-    __slots__ = ("dirty", "hazards", "ptr", "valid")
+    Only that of a pinned partition outlives a write at home, and is not valid then.
+    """
 
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
+    __slots__ = ("dirty", "hazards", "span", "valid")
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
         self.valid = True
         self.dirty = False
         self.hazards = Hazards()
@@ -67,41 +73,41 @@ class Copies:
     @property
     def copy_address(self) -> int:
         """Where the copy lies in device memory; 0 without one."""
-        return 0 if self._copy is None else self._copy.ptr
+        return 0 if self._copy is None else self._copy.span.ptr
 
     def _load(self) -> DeviceCopy:
         """The device copy, brought in or up to date if it is not valid."""
         copy = self._copy
         if copy is not None and copy.valid:
             return copy
-        lane = self.space.copier.lane(Direction.HOST_TO_DEVICE)
+        space = self.space
+        lane = space.copier.lane(_INWARD)
         self._home.before(lane, writes=False)
         if copy is None:
-            loaded = DeviceCopy(self.space.room.allocate(self, lane))
+            copy = space.room.allocate(self, lane)
         else:
-            loaded = copy
             copy.hazards.before(lane, writes=True)
         try:
-            device = Span(loaded.ptr, self.nbytes)
-            done = self.space.copier.copy(device, self.host, Direction.HOST_TO_DEVICE, stream=lane)
+            done = space.copier.copy(copy.span, self.host, _INWARD, stream=lane)
         except BaseException:
-            self._load_failed(loaded)
+            self._load_failed(copy)
             raise
+        # The bytes are moving: from here on the books take no time that anybody waits for.
         self._home.has_read(lane, done.event)
-        loaded.hazards.wrote(lane, done.event)
-        loaded.valid, self._copy = True, loaded
+        copy.hazards.wrote(lane, done.event)
+        copy.valid, self._copy = True, copy
         self._rest()
-        return loaded
+        return copy
 
     def _load_failed(self, loaded: DeviceCopy) -> None:
         """A part of the copy may be under way."""
-        lane = self.space.copier.lane(Direction.HOST_TO_DEVICE)
+        lane = self.space.copier.lane(_INWARD)
         if loaded is self._copy:
             event = lane.record()
             loaded.hazards.wrote(lane, event)
             self._home.has_read(lane, event)
             return
-        for stream, event in self.space.room.abandon(loaded.ptr, self, lane).items():
+        for stream, event in self.space.room.abandon(loaded, self, lane).items():
             self._home.has_read(stream, event)
 
     def _bring_home(self) -> None:
@@ -109,12 +115,11 @@ class Copies:
         copy = self._copy
         if copy is None or not copy.dirty:
             return
-        lane = self.space.copier.lane(Direction.DEVICE_TO_HOST)
+        lane = self.space.copier.lane(_OUTWARD)
         copy.hazards.before(lane, writes=False)
         self._home.before(lane, writes=True)
         try:
-            device = Span(copy.ptr, self.nbytes)
-            done = self.space.copier.copy(self.host, device, Direction.DEVICE_TO_HOST, stream=lane)
+            done = self.space.copier.copy(self.host, copy.span, _OUTWARD, stream=lane)
         except BaseException:
             event = lane.record()  # a part of the copy may be under way
             copy.hazards.has_read(lane, event)
@@ -129,8 +134,8 @@ class Copies:
         copy = self._copy
         if copy is not None:
             self.space.room.wake(self)
-            lane = self.space.copier.lane(Direction.DEVICE_TO_HOST)
-            self.space.room.deallocate(copy.ptr, self, stream=lane, uses=copy.hazards.last_uses)
+            lane = self.space.copier.lane(_OUTWARD)
+            self.space.room.deallocate(copy, self, stream=lane, uses=copy.hazards.last_uses)
             self._copy = None
 
     def _give_up(self) -> None:
@@ -138,15 +143,15 @@ class Copies:
         self._bring_home()
         self._drop()
 
-    def _hand_over(self, stream: Stream) -> int:
-        """Evict, but let `stream` use the memory instead of giving it back; its address."""
+    def _hand_over(self, stream: Stream) -> DeviceCopy:
+        """Evict, but let `stream` use the memory instead of giving it back."""
         self._bring_home()
         copy = self._copy
         assert copy is not None, "only a copy that is idle is handed over"
         copy.hazards.before(stream, writes=True)
         self.space.room.wake(self)
         self._copy = None
-        return copy.ptr
+        return copy
 
     def _invalidate(self) -> None:
         """The host pages are about to be written, by a view that is there already: they are the newest then."""

@@ -17,16 +17,18 @@ class StreamGate:
     def __init__(self, driver: Driver, device: int) -> None:
         self._driver = driver
         self._device = device
-        self._captures = overrides(driver, "is_capturing")
+        self._is_capturing = driver.is_capturing if overrides(driver, "is_capturing") else None
 
     def admit(self, stream: object) -> Stream:
         """`stream`, if a view may begin on it."""
-        found = require_stream(stream, self._device)
+        found = stream
+        if found.__class__ is not Stream or found.device != self._device:  # so that what is right costs no call
+            found = require_stream(stream, self._device)
         if found.driver is not self._driver:
             raise InvalidRequestError(
                 f"stream: it is of another driver ({found.driver.name}); make one with this space's driver"
             )
-        if self._captures and self._driver.is_capturing(found):
+        if self._is_capturing is not None and self._is_capturing(found):
             raise CaptureError(
                 "stream: it is being captured into a graph; begin and end views outside the capture, and keep "
                 "them open as long as the graph is run"
@@ -35,22 +37,22 @@ class StreamGate:
 
     def ending(self, streams: tuple[Stream, ...]) -> tuple[Stream, ...]:
         """Those of a view's streams whose work may not be over."""
-        if not self._captures:
+        if self._is_capturing is None:
             return streams
-        still = []
+        closed = set()
         for stream in streams:
             try:
-                captured = self._driver.is_capturing(stream)
+                captured = self._is_capturing(stream)
             except DriverError as error:
                 if error.code != "CUDA_ERROR_INVALID_HANDLE" and not over(error):
                     raise
-                continue  # closed, when its work was over
+                closed.add(stream)  # when its work was over
+                continue
             if captured:
                 raise CaptureError(
                     "release: a stream of the view is being captured into a graph; release it after the capture"
                 )
-            still.append(stream)
-        return tuple(still)
+        return tuple(stream for stream in streams if stream not in closed) if closed else streams
 
 
 def over(error: DriverError) -> bool:

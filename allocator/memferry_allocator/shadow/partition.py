@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..driver import Span, Stream
 from ..errors import ClosedError, DriverError, InvalidRequestError
 from .copier import Direction
-from .copies import Copies, DeviceCopy
+from .copies import Copies
 from .gate import over
 from .hazards import Hazards
 from .view import Lease, Mode, Place, View
@@ -105,7 +105,8 @@ class Partition(Copies):
             The driver refused; like after every error here, no byte was lost.
         """
         space = self.space
-        space.driver.require_usable()
+        if space.driver._forked:
+            space.driver.require_usable()
         with space.lock:
             self._admit(place, mode)
             if place is _DEVICE:
@@ -252,7 +253,7 @@ class Partition(Copies):
             raise InvalidRequestError(f"{what} of {self.name}: {found} open; release what is open first")
 
     def _admit(self, place: Place, mode: Mode) -> None:
-        if not isinstance(place, Place) or not isinstance(mode, Mode):
+        if place.__class__ is not Place or mode.__class__ is not Mode:
             raise InvalidRequestError(f"acquire of {self.name}: {place!r}, {mode!r} are not a Place and a Mode")
         if self._closed or (self._views and (self._writing or mode.writes)):
             self._forbid("acquire", readers=not mode.writes)
@@ -294,17 +295,17 @@ class Partition(Copies):
                 return self._acquire_anew(stream)
             copy = self._load()
         copy.hazards.before(stream, writes=mode.writes)
-        return View(self, _DEVICE, mode, copy.ptr, stream)
+        return View(self, _DEVICE, mode, copy.span.ptr, stream)
 
     def _acquire_anew(self, stream: Stream) -> View:
         """A WRITE view where no valid copy is: nothing is fetched."""
-        copy = self._copy or DeviceCopy(self.space.room.allocate(self, stream))
+        copy = self._copy or self.space.room.allocate(self, stream)
         try:
             copy.hazards.before(stream, writes=True)
-            view = View(self, _DEVICE, Mode.WRITE, copy.ptr, stream)
+            view = View(self, _DEVICE, Mode.WRITE, copy.span.ptr, stream)
         except BaseException:
             if copy is not self._copy:  # nobody has written it: it must not pass for a valid copy
-                self.space.room.abandon(copy.ptr, self, stream)
+                self.space.room.abandon(copy, self, stream)
             raise
         copy.valid, self._copy = True, copy
         return view

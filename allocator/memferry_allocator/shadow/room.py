@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ..device import DevicePool
 from ..device.resource import MemoryResource
-from ..driver import Event, Stream
+from ..driver import Event, Span, Stream
 from ..errors import DriverError, InvalidRequestError, OutOfMemory
 from ..sizes import format_size
+from .copies import DeviceCopy
 from .eviction import EvictionPolicy
 from .gate import over
 
@@ -66,7 +67,7 @@ class Room:
         """A copy is not idle, if it was."""
         self.idle_bytes -= self.idle.pop(partition, 0)
 
-    def allocate(self, partition: Copies, stream: Stream) -> int:
+    def allocate(self, partition: Copies, stream: Stream) -> DeviceCopy:
         """Memory for a partition's copy, usable in `stream`'s order; idle copies make room if they must.
 
         Raises
@@ -74,27 +75,35 @@ class Room:
         OutOfMemory
             Even without the idle copies there is not enough (nothing was evicted then), or not in one piece.
         """
+        nbytes = partition.reserved
         while True:
             refusal = None
-            if not self._lacks(partition.reserved):
+            used = self.pool.used if self._whole else self.taken
+            free = self.budget - used
+            if free >= nbytes:
                 try:
-                    return self._hold(self._take(partition, stream), partition)
+                    return self._take(partition, stream)
                 except OutOfMemory as error:  # not in one piece, or the resource has less than the budget
                     refusal = error
-            favourite = self._choose(self.idle) if self._could_fit(partition.reserved) else None
+            # Without the idle copies there would be enough bytes, in one piece or not; or nothing is evicted.
+            favourite = self._choose(self.idle) if free + self.idle_bytes >= nbytes else None
             if favourite is None:
                 if partition.space.reap():
                     continue
-                raise refusal or self._out_of_memory(partition)
-            if favourite.reserved == partition.reserved:
-                ptr = favourite._hand_over(stream)
-                del self._owners[ptr]
-                self.taken -= favourite.reserved
-                return self._hold(ptr, partition)
-            self._make_room(partition.reserved, favourite)
+                raise refusal or self._out_of_memory(partition, used)
+            if favourite.reserved == nbytes:
+                copy = favourite._hand_over(stream)
+                self._owners[copy.span.ptr] = partition
+                if copy.span.nbytes != partition.nbytes:
+                    copy.span = Span(copy.span.ptr, partition.nbytes)
+                return copy
+            self._make_room(nbytes, favourite)
 
-    def deallocate(self, ptr: int, partition: Copies, *, stream: Stream, uses: Mapping[Stream, Event]) -> None:
+    def deallocate(
+        self, copy: DeviceCopy, partition: Copies, *, stream: Stream, uses: Mapping[Stream, Event]
+    ) -> None:
         """Give memory back whose last uses were recorded in `uses`; `stream` may be made to wait for them."""
+        ptr = copy.span.ptr
         try:
             if isinstance(self.pool, DevicePool):
                 self.pool.deallocate(ptr, partition.reserved, stream=stream, uses=uses)
@@ -109,45 +118,31 @@ class Room:
         del self._owners[ptr]
         self.taken -= partition.reserved
 
-    def abandon(self, ptr: int, partition: Copies, stream: Stream) -> dict[Stream, Event]:
+    def abandon(self, copy: DeviceCopy, partition: Copies, stream: Stream) -> dict[Stream, Event]:
         """Give memory back that was allocated for `stream` a moment ago, and whose use failed; its last uses."""
         try:
             uses = {stream: stream.record()}
         except DriverError:  # a closed stream has no work any more
             uses = {}
-        self.deallocate(ptr, partition, stream=stream, uses=uses)
+        self.deallocate(copy, partition, stream=stream, uses=uses)
         return uses
 
-    def _take(self, partition: Copies, stream: Stream) -> int:
-        return int(self.pool.allocate(partition.reserved, stream=stream))  # whole blocks may change hands
-
-    def _hold(self, ptr: int, partition: Copies) -> int:
+    def _take(self, partition: Copies, stream: Stream) -> DeviceCopy:
+        ptr = int(self.pool.allocate(partition.reserved, stream=stream))  # whole blocks may change hands
         self._owners[ptr] = partition
         self.taken += partition.reserved
-        return ptr
+        return DeviceCopy(Span(ptr, partition.nbytes))
 
-    @property
-    def _used(self) -> int:
-        return self.pool.used if self._whole else self.taken
-
-    def _lacks(self, nbytes: int) -> bool:
-        """Whether there are not enough bytes without evicting, in one piece or not."""
-        return bool(self.budget - self._used < nbytes)
-
-    def _out_of_memory(self, partition: Copies) -> OutOfMemory:
+    def _out_of_memory(self, partition: Copies, used: int) -> OutOfMemory:
         return OutOfMemory(
             f"device budget: {partition.name} needs {format_size(partition.reserved)}; of "
-            f"{format_size(self.budget)}, {format_size(self._used)} are in use and {format_size(self.idle_bytes)} "
+            f"{format_size(self.budget)}, {format_size(used)} are in use and {format_size(self.idle_bytes)} "
             "could be evicted; release or unpin something, or raise device_budget",
             size=partition.reserved,
-            used=self._used,
+            used=used,
             limit=self.budget,
             budget="device budget",
         )
-
-    def _could_fit(self, nbytes: int) -> bool:
-        """Whether there would be enough bytes without the idle copies, in one piece or not."""
-        return bool(self.budget - self._used + self.idle_bytes >= nbytes)
 
     def _make_room(self, nbytes: int, favourite: Copies) -> None:
         """Evict what lets `nbytes` come free in one piece, or at least the favourite."""
@@ -202,8 +197,7 @@ class Room:
         return high - low
 
     def _choose(self, candidates: OrderedDict[Copies, int]) -> Copies | None:
-        partitions = cast("Collection[Partition]", candidates.keys())  # every `Copies` is a `Partition`
-        victim = self._policy.victim(partitions)
+        victim = self._policy.victim(candidates.keys())  # type: ignore[arg-type]  # every `Copies` is a `Partition`
         if victim is not None and victim not in candidates:
             raise InvalidRequestError(
                 f"eviction policy {type(self._policy).__name__}: it chose {victim!r}, which is none of the "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import uuid
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from cuda.bindings import driver as cu
@@ -41,12 +42,12 @@ class CudaCore(Driver):
         super().__init__()
         self._count = initialise()
         self._library = library()
-        self._capturing = self._library.cuStreamIsCapturing  # looking it up takes as long as calling it
         self._answers = Answers()
         self._lock = threading.RLock()
         self._contexts: dict[int, int] = {}
         self._lost: dict[int, str] = {}
         self._events: dict[tuple[int, bool], list[int]] = {}
+        self._lent: set[Any] = set()
         self._infos: dict[int, DeviceInfo] = {}
         self._addresses: AddressBook | None = None
         self._captured: dict[int, Stream] = {}
@@ -106,7 +107,9 @@ class CudaCore(Driver):
     def _stream(self, stream: Stream) -> int:
         if self._forked:
             self.require_usable()
-        handle = require_stream(stream).handle
+        if stream.__class__ is not Stream:  # asked thousands of times a step: what is right costs comparisons
+            require_stream(stream)
+        handle = stream.handle
         if stream.driver is not self or handle is CLOSED:
             raise DriverError("CUDA_ERROR_INVALID_HANDLE", "stream", "closed, or of another driver")
         if self._closed:
@@ -117,7 +120,8 @@ class CudaCore(Driver):
         if event.driver is not self:
             self.require_usable()
             raise DriverError("CUDA_ERROR_INVALID_HANDLE", "event", "of another driver")
-        self._known(event.device)
+        if self._forked or self._closed:
+            self._known(event.device)
         return event.handle  # type: ignore[no-any-return]
 
     def _context(self, device: int) -> int:
@@ -141,6 +145,14 @@ class CudaCore(Driver):
         if self._library.cuCtxGetCurrent(current) == SUCCESS and current[0] == context:
             return CURRENT
         return Pushed(self, device, context)
+
+    def _answer(self, device: int, call: Callable[..., int], *arguments: Any) -> int:
+        """What a call of the library answers on a device; a `with` block takes as long as such a call."""
+        context = self._on(device)
+        if context is CURRENT:
+            return call(*arguments)
+        with context:
+            return call(*arguments)
 
     def _some(self) -> int:
         """A device for a call that concerns all of them; one that is in use already, if any is."""

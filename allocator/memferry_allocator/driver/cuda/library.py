@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 from cffi import FFI
@@ -43,5 +44,7 @@ class Answers(threading.local):
 
 @cache
 def library() -> Any:
-    """The driver library, which the bindings have loaded already."""
-    return _ffi.dlopen(LIBRARY)
+    """The calls of the driver library, which the bindings have loaded already."""
+    loaded = _ffi.dlopen(LIBRARY)
+    calls = {name: getattr(loaded, name) for name in dir(loaded)}  # looking one up there takes as long as a call
+    return SimpleNamespace(loaded=loaded, **calls)

@@ -7,12 +7,28 @@ import weakref
 from cuda.bindings import driver as cu
 
 from ...errors import DriverError
-from ..handles import Event, Stream
+from ..handles import Event, Stream, recordings_so_far
 from .core import CLOSED, CudaCore
 from .errors import NOT_READY, SUCCESS
 
 _NON_BLOCKING, _DISABLE_TIMING = 1, 2
+_PER_THREAD = 2  # a name for another stream in every thread
 _LEGACY = (0, 1)  # the default stream's names: it cannot be captured, and asking it breaks captures of others
+
+
+class _Lent(weakref.ref[Event]):
+    """Keeps the handle of an event that is gone for the next one: no driver call happens in a finaliser."""
+
+    __slots__ = ("handle", "lent", "spare")
+
+    handle: int
+    spare: list[int]
+    lent: set[_Lent]
+
+
+def _take_back(gone: _Lent) -> None:
+    gone.lent.discard(gone)
+    gone.spare.append(gone.handle)
 
 
 class OrderCalls(CudaCore):
@@ -53,24 +69,25 @@ class OrderCalls(CudaCore):
 
     def stream_wait(self, stream: Stream, event: Event) -> None:
         handle, other = self._stream(stream), self._event(event)
-        if event.sequence == 0:
+        if event.recorded[1] == 0:
             return
-        with self._on(stream.device):
-            code = self._library.cuStreamWaitEvent(handle, other, 0)
-            if code != SUCCESS:
-                raise self._error(stream.device, code, "stream_wait")
+        code = self._answer(stream.device, self._library.cuStreamWaitEvent, handle, other, 0)
+        if code != SUCCESS:
+            raise self._error(stream.device, code, "stream_wait")
 
     def stream_synchronize(self, stream: Stream) -> None:
         handle = self._stream(stream)
-        with self._on(stream.device):
-            code = self._library.cuStreamSynchronize(handle)
-            if code != SUCCESS:
-                raise self._error(stream.device, code, "stream_synchronize")
+        number = recordings_so_far()
+        code = self._answer(stream.device, self._library.cuStreamSynchronize, handle)
+        if code != SUCCESS:
+            raise self._error(stream.device, code, "stream_synchronize")
+        if handle != _PER_THREAD:
+            stream.over(number)
 
     def stream_query(self, stream: Stream) -> bool:
         handle = self._stream(stream)
-        with self._on(stream.device):
-            return self._done(stream.device, "stream_query", self._library.cuStreamQuery(handle))
+        code = self._answer(stream.device, self._library.cuStreamQuery, handle)
+        return self._done(stream.device, "stream_query", code)
 
     def is_capturing(self, stream: Stream) -> bool:
         # Every operation of a pool asks: what is right costs a few comparisons and one call.
@@ -81,12 +98,11 @@ class OrderCalls(CudaCore):
             self._stream(stream)
         if handle in _LEGACY:
             return False
-        status = self._answers.status
-        if self._capturing(handle, status) != SUCCESS:
-            with self._on(stream.device):  # a thread that has no context may need one
-                code = self._capturing(handle, status)
-                if code != SUCCESS:
-                    raise self._error(stream.device, code, "is_capturing")
+        status, ask = self._answers.status, self._library.cuStreamIsCapturing
+        if ask(handle, status) != SUCCESS:
+            code = self._answer(stream.device, ask, handle, status)  # a thread that has no context may need one
+            if code != SUCCESS:
+                raise self._error(stream.device, code, "is_capturing")
         return status[0] != 0  # type: ignore[no-any-return]  # cffi has no types
 
     # -- events -------------------------------------------------------------------------------------
@@ -100,23 +116,19 @@ class OrderCalls(CudaCore):
                 result = cu.cuEventCreate(0 if timing else _DISABLE_TIMING)
                 handle = int(self._check(device, "create_event", result))
         event = Event(self, device, handle, timing)
-        # The handle is kept for the next event, not destroyed: no driver call happens in a finaliser.
-        weakref.finalize(event, spare.append, handle).atexit = False
+        lent = _Lent(event, _take_back)  # a third of what `weakref.finalize` takes
+        lent.handle, lent.spare, lent.lent = handle, spare, self._lent
+        self._lent.add(lent)
         return event
 
     def event_record(self, event: Event, stream: Stream) -> None:
         handle, other = self._stream(stream), self._event(event)
         # One recording at a time on a stream, so that the sequence is the stream's own order.
-        with stream.recording, self._on(stream.device):
-            code = self._library.cuEventRecord(other, handle)
+        with stream.recording:
+            code = self._answer(stream.device, self._library.cuEventRecord, other, handle)
             if code != SUCCESS:
                 raise self._error(stream.device, code, "event_record")
-            status = self._answers.status
-            if (
-                handle not in _LEGACY
-                and self._library.cuStreamIsCapturing(handle, status) == SUCCESS
-                and status[0]
-            ):
+            if self.is_capturing(stream):
                 event.captured()
             else:
                 event.recorded_on(stream)
@@ -125,17 +137,16 @@ class OrderCalls(CudaCore):
         handle = self._event(event)
         if event.sequence == 0:  # never recorded, whatever its handle was used for before
             return True
-        with self._on(event.device):
-            return self._done(event.device, "event_query", self._library.cuEventQuery(handle))
+        code = self._answer(event.device, self._library.cuEventQuery, handle)
+        return self._done(event.device, "event_query", code)
 
     def event_synchronize(self, event: Event) -> None:
         handle = self._event(event)
         if event.sequence == 0:
             return
-        with self._on(event.device):
-            code = self._library.cuEventSynchronize(handle)
-            if code != SUCCESS:
-                raise self._error(event.device, code, "event_synchronize")
+        code = self._answer(event.device, self._library.cuEventSynchronize, handle)
+        if code != SUCCESS:
+            raise self._error(event.device, code, "event_synchronize")
 
     def event_elapsed(self, start: Event, end: Event) -> float:
         first, last = self._event(start), self._event(end)

@@ -20,10 +20,9 @@ class WorkCalls(CudaCore):
         require_size("copy", nbytes)
         if self._addresses is not None:
             self._require_mapped("copy", (dst, src), nbytes)
-        with self._on(stream.device):
-            code = self._library.cuMemcpyAsync(dst, src, nbytes, handle)
-            if code != SUCCESS:
-                raise self._error(stream.device, code, "copy", f"{nbytes} bytes from {src:#x} to {dst:#x}")
+        code = self._answer(stream.device, self._library.cuMemcpyAsync, dst, src, nbytes, handle)
+        if code != SUCCESS:
+            raise self._error(stream.device, code, "copy", f"{nbytes} bytes from {src:#x} to {dst:#x}")
 
     def fill(self, ptr: int, value: int, nbytes: int, *, stream: Stream) -> None:
         handle = self._stream(stream)
@@ -34,10 +33,9 @@ class WorkCalls(CudaCore):
             raise DriverError("CUDA_ERROR_INVALID_VALUE", "fill", f"{value} is not a byte")
         if self._addresses is not None:
             self._require_mapped("fill", (ptr,), nbytes)
-        with self._on(stream.device):
-            code = self._library.cuMemsetD8Async(ptr, value, nbytes, handle)
-            if code != SUCCESS:
-                raise self._error(stream.device, code, "fill", f"{nbytes} bytes at {ptr:#x}")
+        code = self._answer(stream.device, self._library.cuMemsetD8Async, ptr, value, nbytes, handle)
+        if code != SUCCESS:
+            raise self._error(stream.device, code, "fill", f"{nbytes} bytes at {ptr:#x}")
 
     def _require_mapped(self, call: str, pointers: tuple[int, ...], nbytes: int) -> None:
         """Refuse reserved addresses with nothing behind them: touching those would end the device's context."""
