@@ -25,6 +25,8 @@ class ParameterSpec:
     name : str
     numel, itemsize : int
         Elements, and bytes of one of them in the compute dtype.
+    gradient_itemsize : int, optional
+        Bytes of one element of the gradient; by default of the compute dtype.
     trainable : bool
         Whether it gets a gradient.
     updated : bool
@@ -39,10 +41,15 @@ class ParameterSpec:
     trainable: bool
     updated: bool
     master: bool
+    gradient_itemsize: int | None = None
 
     @property
     def nbytes(self) -> int:
         return self.numel * self.itemsize
+
+    @property
+    def gradient_nbytes(self) -> int:
+        return self.numel * (self.gradient_itemsize or self.itemsize)
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ def lay_out(name: str, specs: Iterable[ParameterSpec]) -> LayerLayout:
             Slot(
                 spec,
                 weight=weights.take(spec.nbytes),
-                gradient=gradients.take(spec.nbytes) if spec.trainable else -1,
+                gradient=gradients.take(spec.gradient_nbytes) if spec.trainable else -1,
                 master=state.take(fp32) if spec.updated and spec.master else -1,
                 exp_avg=state.take(fp32) if spec.updated else -1,
                 exp_avg_sq=state.take(fp32) if spec.updated else -1,

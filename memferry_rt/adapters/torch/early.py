@@ -23,7 +23,7 @@ from ...layout import ALIGNMENT, LayerLayout
 from ...native import AdamKernel, AdamOperands, AdamSettings, NativeBatch, NativeCalls, load_gradient_kernels
 from ...speculation import Speculation
 from ...updates import UpdateQueue
-from .gradients import GradientSlot
+from .gradient_slot import GradientSlot
 from .layer import LayerState
 from .optimizer import MOMENTS, OptimizerPatch
 from .update import NATIVE_CHUNK, LayerUpdate, cut_work

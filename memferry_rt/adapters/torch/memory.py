@@ -46,7 +46,7 @@ class DeviceMemory:
     streaming : StateStream or None
         What optimizer state is updated through.
     residents : Residents
-        Layers whose state lives in the pool.
+        Layers whose state, or gradients alone, live in the pool.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class DeviceMemory:
         """Take the budget's parts of the pool, largest first, and move in what is to live there."""
         pool, stream = self.space.pool, self._stream()
         self.residents.move_in((self._layers[layer] for layer in self.budget.resident), pool, stream)
+        self.residents.sum_here((self._layers[layer] for layer in self.budget.summed), pool, stream)
         if self._update is not None and self.budget.stream:
             self.streaming = StateStream(
                 self._driver, self._device, self._update, pool, self.budget.stream, measure=self._measure

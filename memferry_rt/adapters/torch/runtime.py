@@ -24,7 +24,8 @@ from .convert import Materialiser, move_in
 from .cut import Cut, find_owners
 from .early import EarlyUpdates, cut_spares, host_nbytes
 from .forward import ForwardScopes, scope_of
-from .gradients import GradientFlow, GradientSlot
+from .gradient_slot import GradientSlot, own_dtype_again
+from .gradients import GradientFlow
 from .guards import ModelGuards
 from .layer import DeviceViews, Geometry, LayerState, ViewKey
 from .memory import DeviceMemory
@@ -135,6 +136,7 @@ class Runtime:
             settle=self._gradients_change,
             arrived=self._gradient_arrived,
             ring_tensor=self.factory.device,
+            accumulate=self.options.accumulate,
         )
         for parameter in trainable:
             self.gradients.attach(names[parameter], parameter, *self._home[parameter])
@@ -246,6 +248,7 @@ class Runtime:
             self.step_updates.forget_early()
         self._refuse_unknown_gradients()
         self.gradients.end_use()
+        self.gradients.deliver(present, changed_unseen=unseen)
         self.stalls.iteration(self.stream())
         scale = gradient_scale(present, scaling, self.options.max_grad_norm)
         self.grad_norm = scale.norm
@@ -294,6 +297,7 @@ class Runtime:
         self.updates.wait_all()
         for layer in self.layers:
             self.memory.bring_home(layer)
+        self.gradients.finish()
 
     @contextlib.contextmanager
     def state_at_home(self, *, write: bool = False) -> Iterator[list[ParameterState]]:
@@ -464,7 +468,9 @@ class Runtime:
         """Make the parameters tensors over their host pages, which live on as long as any of them does."""
         for parameter, (layer, index) in self._home.items():
             gradient, parameter.grad = parameter.grad, None
+            own_dtype_again(parameter)
             parameter.data = layer.on_host("weight", index, self.arena)
             if gradient is not None:
                 at_home = gradient is layer.gradients[index]
-                parameter.grad = layer.on_host("gradient", index, self.arena) if at_home else gradient.to("cpu")
+                plain = layer.on_host("gradient", index, self.arena) if at_home else gradient.to("cpu")
+                parameter.grad = plain.to(parameter.dtype)

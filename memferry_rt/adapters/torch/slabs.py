@@ -73,7 +73,7 @@ class SlabAccess:
         views.callback(view.release)
         label = f"state of {layer.name}"
         if layer.residence is not None:
-            spans = [layer.residence.state_span]
+            spans = [layer.residence.state.span]
             state = self._driver.launch(self._stream(), reads=spans, writes=spans if write else [], label=label)
         elif layer.state_span.nbytes:
             spans = [layer.state_span]

@@ -18,13 +18,11 @@ from ...native import AdamKernel, AdamOperands, AdamSettings
 from ...split import UpdateRates, spread
 from ...updates import UpdateQueue
 from .early import EarlyUpdates
-from .gradients import GradientSlot
+from .gradient_slot import GradientSlot
 from .layer import LayerState
 from .memory import DeviceMemory
 from .optimizer import AmpScaling, OptimizerPatch
 from .update import LayerUpdate, cut_work
-
-CPU_TRAFFIC = 28  # bytes an element: fp32 state read and written, and 4 for gradient and rounded weight
 
 
 @dataclass(frozen=True)
@@ -276,7 +274,7 @@ class StepUpdates:
             weights.release()
 
         plan = self.plans[layer]
-        self.cpu_nbytes += CPU_TRAFFIC * plan.numel
+        self.cpu_nbytes += plan.traffic
         if self._kernel is None:
             self._queue.submit(layer.index, plan.batches(*work.captured), end)
         else:
@@ -296,7 +294,7 @@ class StepUpdates:
             weights.release()
             early.reuse(slab)
 
-        self.cpu_nbytes += CPU_TRAFFIC * self.plans[layer].numel + 2 * weights.nbytes
+        self.cpu_nbytes += self.plans[layer].traffic + 2 * weights.nbytes
         self._queue.submit_native(layer.index, calls, end, elements=0)
 
     def _submit_streamed(self, work: _Work) -> None:
@@ -333,12 +331,12 @@ def _on_device(home: AdamOperands, layer: LayerState, weights: int) -> AdamOpera
     """A resident layer's operands, from where they would be at home in host memory."""
     residence = layer.residence
     assert residence is not None
-    state = residence.state_span.ptr - layer.state_span.ptr
+    state = residence.state.span.ptr - layer.state_span.ptr
     to_weights = weights - layer.weight_span.ptr
     return dataclasses.replace(
         home,
         parameter=home.parameter + (state if home.weight else to_weights),
-        gradient=home.gradient + residence.gradient_span.ptr - layer.gradient_span.ptr,
+        gradient=home.gradient + residence.gradient.span.ptr - layer.gradient_span.ptr,
         exp_avg=home.exp_avg + state,
         exp_avg_sq=home.exp_avg_sq + state,
         weight=home.weight + to_weights if home.weight else 0,

@@ -17,6 +17,7 @@ from .budget import LARGEST_STREAM, SMALLEST_STREAM, WORTHWHILE_STREAM, UpdateRo
 from .layer import LayerState
 from .torch_adam import CHUNK, Batch, update_batch
 
+STATE_TRAFFIC = 24  # bytes an element: fp32 parameter and moments, read and written
 NATIVE_CHUNK = 1 << 20  # elements a call of the native kernel: a millisecond or less, and few calls
 
 
@@ -35,6 +36,8 @@ class LayerUpdate:
     ----------
     numel : int
         Elements it updates.
+    traffic : int
+        Bytes of host memory that it reads and writes on the CPU: state, gradients, and rounded weights.
     """
 
     def __init__(self, layer: LayerState, groups: Mapping[int, int], *, native: bool) -> None:
@@ -47,6 +50,11 @@ class LayerUpdate:
             if not native:
                 self._cut_batches(index)
         self.numel = sum(self._numel(index) for index in groups)
+        specs = [layer.layout.slots[index].spec for index in groups]
+        self.traffic = sum(
+            spec.numel * STATE_TRAFFIC + spec.gradient_nbytes + (spec.nbytes if spec.master else 0)
+            for spec in specs
+        )
 
     @property
     def indices(self) -> Iterable[int]:
@@ -104,11 +112,12 @@ class LayerUpdate:
 
     def _at_home(self, index: int) -> AdamOperands:
         layer = self._layer
-        spec, dtype = layer.layout.slots[index].spec, str(layer.geometry[index].dtype).removeprefix("torch.")
+        spec, form = layer.layout.slots[index].spec, layer.geometry[index]
+        dtype, gradient_dtype = (str(d).removeprefix("torch.") for d in (form.dtype, form.gradient_dtype))
         return AdamOperands(
             parameter=layer.cpu_state(index, "master").data_ptr(),
             gradient=layer.cpu_gradient(index).data_ptr(),
-            gradient_dtype=dtype,
+            gradient_dtype=gradient_dtype,
             exp_avg=layer.cpu_state(index, "exp_avg").data_ptr(),
             exp_avg_sq=layer.cpu_state(index, "exp_avg_sq").data_ptr(),
             weight=layer.cpu_weight(index).data_ptr() if spec.master else 0,
