@@ -12,7 +12,6 @@ from torch import nn
 import memferry_rt
 from memferry_allocator import InvalidRequestError
 from memferry_rt import BudgetError
-from memferry_rt.adapters.torch import gradient_slot
 from memferry_rt.adapters.torch.early import EarlyUpdates
 
 from .harness import Job, Result, assert_same, offloaded, plain
@@ -97,11 +96,24 @@ def test_checkpointing_and_blocks_used_twice(run: Any, share: float) -> None:
     assert_same(summed_in_fp32(job), offloaded(job, share=share, accumulate=2, **FP32))
 
 
-def test_a_torch_that_cannot_be_told_of_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_slot, "_ANY_DTYPE", False)
-    job = Job(small, next_token_loss, dtype=torch.bfloat16, accumulate=2, steps=3, lr=1e-3)
-    for share in (0.9, 20.0):
-        assert_same(summed_in_fp32(job), offloaded(job, share=share, accumulate=2, **FP32))
+class Promoted(nn.Module):
+    """Half-precision parameters whose gradients are made in fp32: autograd rounds each before it adds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(31))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        return (x.sin() * self.scale).sum() + (x.cos() @ self.scale.float())
+
+
+def test_gradients_that_autograd_rounds() -> None:
+    def loss(model: nn.Module, number: int) -> torch.Tensor:
+        return model(torch.randn(31, generator=torch.Generator().manual_seed(number)))
+
+    job = Job(Promoted, loss, dtype=torch.bfloat16, accumulate=3, steps=4)
+    assert_same(summed_in_fp32(job), offloaded(job, device_memory=1 << 17, accumulate=3, **FP32))
 
 
 @pytest.mark.parametrize(("declared", "split"), [(2, "cpu"), (3, 0.5), (5, "cpu"), (5, 0.5)])
@@ -196,11 +208,14 @@ def test_grad_is_the_fp32_sum_and_may_be_changed(share: float) -> None:
         assert torch.equal(parameter.grad, sums[name])
     kept = model.head.weight.grad
     with torch.no_grad():
-        model.norm.weight.grad = model.norm.weight.grad * 2
+        with pytest.raises(RuntimeError, match="dtype"):
+            model.norm.weight.grad = model.norm.weight.grad * 2
+        model.norm.weight.grad = torch.full_like(model.norm.weight, 2.0)
+        sums["norm.weight"] = torch.full((32,), 2.0)
         model.norm.bias.grad.mul_(3)
     optimizer.step()
     for name, parameter in model.named_parameters():
-        factor = {"norm.weight": 2, "norm.bias": 3}.get(name, 1)
+        factor = 3 if name == "norm.bias" else 1
         moment = optimizer.state[parameter]["exp_avg"]
         assert torch.allclose(moment, sums[name] * factor * 0.1, rtol=1e-5, atol=0)
     optimizer.zero_grad(set_to_none=False)

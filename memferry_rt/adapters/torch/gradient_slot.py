@@ -83,26 +83,21 @@ class GradientSlot:
         return self.layer.gradient_place(self.layer.layout.slots[self.index])
 
     def widened(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What autograd has made, rounded as PyTorch rounds it and then in the dtype of the sum."""
-        if gradient.dtype is self.home.dtype:
-            return gradient
-        return gradient.to(self.layer.geometry[self.index].dtype).to(self.home.dtype)
+        """What autograd has made, in the dtype of the sum."""
+        return gradient.to(self.home.dtype)
 
     def show(self, tensor: torch.Tensor) -> None:
         """Make a tensor of the home's dtype the parameter's ``grad``."""
         parameter = self.parameter
-        if _ANY_DTYPE or tensor.dtype is parameter.dtype:
+        if tensor.dtype is parameter.dtype:
             parameter.grad = tensor
             return
-        real = tensor.data  # older versions of torch look at the dtype when a gradient is assigned, and only then
+        # The dtype is looked at when a gradient is assigned, and only then.  `Parameter.grad_dtype`, which newer
+        # versions of torch have, would change what autograd itself rounds within a backward.
+        real = tensor.data
         tensor.data = parameter.data
         parameter.grad = tensor
         tensor.data = real
-
-    def allow_dtype(self) -> None:
-        """Let users assign gradients of the sum's dtype, where torch can be told."""
-        if _ANY_DTYPE and self.home.dtype is not self.parameter.dtype:
-            self.parameter.grad_dtype = None
 
     def flat(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient's elements in the order in which its home holds them."""
@@ -131,12 +126,6 @@ class GradientSlot:
                 f"{self.name}: its gradient requires a gradient itself; backward(create_graph=True) is not "
                 "supported by an offloaded model"
             )
-
-
-def own_dtype_again(parameter: nn.Parameter) -> None:
-    """A parameter without a gradient takes only those of its own dtype, as it did before."""
-    if _ANY_DTYPE and parameter.grad_dtype is None:
-        parameter.grad_dtype = parameter.dtype
 
 
 def norm_of(gradient: torch.Tensor) -> torch.Tensor:

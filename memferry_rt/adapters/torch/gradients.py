@@ -54,6 +54,8 @@ class GradientFlow:
         Told that gradients of a layer are about to change; blocks until no update reads them any more.
     arrived : callable
         Told that a gradient is on its way home, where it stays until `settle` is called.
+    wait : callable
+        Lets a stream wait for the event of a copy.
     ring_tensor : callable
         A uint8 tensor over a span of device memory.
     accumulate : int
@@ -69,6 +71,7 @@ class GradientFlow:
         stream: Callable[[], Stream],
         settle: Callable[[LayerState], None],
         arrived: Callable[[GradientSlot], None],
+        wait: Callable[[Stream, Event], None],
         ring_tensor: Callable[[Span], torch.Tensor],
         accumulate: int = 1,
     ) -> None:
@@ -77,6 +80,7 @@ class GradientFlow:
         self._stream = stream
         self._settle = settle
         self._arrived = arrived
+        self._wait = wait
         self._ring_tensor = ring_tensor
         self._accumulate = accumulate
         self._complete = False  # whether this backward has completed a sum
@@ -95,7 +99,6 @@ class GradientFlow:
         """Take over a parameter's gradient; the order of calls is the order of the norm."""
         slot = GradientSlot(name, parameter, layer, index)
         slot.rehome(slot.host_span)
-        slot.allow_dtype()
         self.slots.append(slot)
         self._homes.setdefault(layer, _LayerHome(layer.gradient_span)).slots.append(slot)
 
@@ -201,7 +204,7 @@ class GradientFlow:
             gradient.add_(partial)
             return
         if slot.leaving is not None:  # this very backward has sent it away a moment ago
-            stream.wait(slot.leaving)
+            self._wait(stream, slot.leaving)
             slot.leaving = None
         reads = [self._home_span(slot)]
         with self._driver.launch(stream, reads=reads, label=f"add to {slot.name}"):
@@ -215,7 +218,7 @@ class GradientFlow:
             home.bracket = None
         if home.on_device:
             if slot.leaving is not None:  # this very backward has delivered it a moment ago
-                stream.wait(slot.leaving)
+                self._wait(stream, slot.leaving)
                 slot.leaving = None
             with self._writes_home(slot, "gradient of"):
                 slot.home.copy_(gradient)
@@ -274,7 +277,7 @@ class GradientFlow:
         self._graph_task, self._complete = -1, False
         stream = self._stream()
         if self._last is not None and not still_leaving:
-            stream.wait(self._last)
+            self._wait(stream, self._last)
             self._last = None
         for layer, home in self._homes.items():
             if home.fresh and (home.on_device or not still_leaving):
@@ -371,7 +374,7 @@ class GradientFlow:
             return
         stream = self._stream()
         if slot.leaving is not None:
-            stream.wait(slot.leaving)
+            self._wait(stream, slot.leaving)
         with torch.inference_mode(False), torch.no_grad():
             if self._homes[slot.layer].bracket is not None:
                 own = old.to(device or old.device, copy=True)

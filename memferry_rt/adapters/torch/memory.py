@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from memferry_allocator import Direction, Driver, Mode, Place, ShadowSpace, Stream
+from memferry_allocator import Direction, Driver, Event, Mode, Place, ShadowSpace, Stream
 from memferry_transport import TransferEngine
 
 from ...cache import LayerCache
@@ -34,6 +34,8 @@ class DeviceMemory:
         Whether a layer's update is over, without blocking.
     moved : callable
         Told of a layer whose optimizer state and gradients have another home now.
+    wait : callable
+        Lets a stream wait for the event of a copy.
     update : DeviceUpdate or None
         The kernel that state is streamed through.
 
@@ -60,6 +62,7 @@ class DeviceMemory:
         stream: Callable[[], Stream],
         ready: Callable[[int], bool],
         moved: Callable[[LayerState], None],
+        wait: Callable[[Stream, Event], None],
         update: DeviceUpdate | None,
     ) -> None:
         self._driver = driver
@@ -67,6 +70,7 @@ class DeviceMemory:
         self._layers = layers
         self._stream = stream
         self._update = update
+        self._wait = wait
         self._measure = not factory.emulated  # whose clock knows nothing of the CPU's work
         self.budget = budget
         self.engine = TransferEngine(driver, device)
@@ -92,7 +96,7 @@ class DeviceMemory:
             self.streaming = StateStream(
                 self._driver, self._device, self._update, pool, self.budget.stream, measure=self._measure
             )
-        self.ring = StagingRing(pool, self.budget.ring, stream) if self.budget.ring else None
+        self.ring = StagingRing(pool, self.budget.ring, stream, wait=self._wait) if self.budget.ring else None
 
     @property
     def bytes_moved(self) -> dict[Direction, int]:

@@ -24,7 +24,7 @@ from .convert import Materialiser, move_in
 from .cut import Cut, find_owners
 from .early import EarlyUpdates, cut_spares, host_nbytes
 from .forward import ForwardScopes, scope_of
-from .gradient_slot import GradientSlot, own_dtype_again
+from .gradient_slot import GradientSlot
 from .gradients import GradientFlow
 from .guards import ModelGuards
 from .layer import DeviceViews, Geometry, LayerState, ViewKey
@@ -108,6 +108,7 @@ class Runtime:
             stream=self.stream,
             ready=self.updates.poll,
             moved=self._state_moved,
+            wait=self.stalls.wait,
             update=update,
         )
         self._build_training(model, optimizer)
@@ -135,6 +136,7 @@ class Runtime:
             stream=self.stream,
             settle=self._gradients_change,
             arrived=self._gradient_arrived,
+            wait=self.stalls.wait,
             ring_tensor=self.factory.device,
             accumulate=self.options.accumulate,
         )
@@ -406,6 +408,7 @@ class Runtime:
             streamed_parameters=updates.numel(updates.streamed),
             early_parameters=updates.numel(updates.made_early),
             update_rates=updates.rates,
+            summed_parameters=updates.numel(layer for layer in updates.updated if layer.sums is not None),
             times=self.stalls.last,
             dram_nbytes=updates.cpu_nbytes + sum(moved.values()),
             steps=self.steps,
@@ -468,7 +471,6 @@ class Runtime:
         """Make the parameters tensors over their host pages, which live on as long as any of them does."""
         for parameter, (layer, index) in self._home.items():
             gradient, parameter.grad = parameter.grad, None
-            own_dtype_again(parameter)
             parameter.data = layer.on_host("weight", index, self.arena)
             if gradient is not None:
                 at_home = gradient is layer.gradients[index]
