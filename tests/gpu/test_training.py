@@ -48,7 +48,13 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
 
 
 def plain(
-    build: Callable[[], nn.Module], dtype: torch.dtype, steps: int, accumulate: int, clip: float
+    build: Callable[[], nn.Module],
+    dtype: torch.dtype,
+    steps: int,
+    accumulate: int,
+    clip: float,
+    *,
+    wide: bool = False,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = build().to(dtype)
@@ -58,20 +64,27 @@ def plain(
     losses = []
     torch.manual_seed(7)
     for number in range(steps):
+        sums: dict[str, torch.Tensor] = {}
+        weights = dict(model.named_parameters())
         for micro in range(accumulate):
             loss = loss_of(model, number * accumulate + micro)
             (loss / accumulate).backward()
             losses.append(loss.item())
-        weights = dict(model.named_parameters())
+            for name, weight in weights.items() if wide else ():
+                if weight.grad is not None:
+                    sums[name] = weight.grad.float() + sums[name] if name in sums else weight.grad.float()
+                    weight.grad = None
+        if not wide:
+            sums = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
         total = 0.0
-        for weight in weights.values():
-            if weight.grad is not None:
-                norm = float(torch._foreach_norm([weight.grad], 2, dtype=torch.float64)[0])
+        for name in weights:
+            if name in sums:
+                norm = float(torch._foreach_norm([sums[name]], 2, dtype=torch.float64)[0])
                 total += norm * norm
         scale = min(1.0, clip / (math.sqrt(total) + 1e-6))
         for name, weight in weights.items():
-            masters[name].grad = None if weight.grad is None else weight.grad.float().cpu()
-            if weight.grad is not None and scale != 1.0:
+            masters[name].grad = sums[name].float().cpu() if name in sums else None
+            if name in sums and scale != 1.0:
                 masters[name].grad.mul_(scale)
             weight.grad = None
         optimizer.step()
@@ -89,6 +102,7 @@ def offloaded(
     clip: float,
     *,
     share: float = 0.4,
+    declare: bool = False,
     **options: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
@@ -102,6 +116,7 @@ def offloaded(
         device_memory=256 * MIB,
         pool_memory=int(weights * share),
         max_grad_norm=clip,
+        accumulate=accumulate if declare else 1,
         **options,
     )
     losses = []
@@ -147,6 +162,20 @@ def test_bit_for_bit(run: Any, accumulate: int, dtype: torch.dtype) -> None:
     expected = plain(*settings)
     for async_step in (False, True):
         assert_same(expected, offloaded(*settings, async_step=async_step))
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["own-dtype", "fp32"])
+@pytest.mark.parametrize("declare", [False, True], ids=["undeclared", "declared"])
+@pytest.mark.parametrize(
+    ("share", "options"),
+    [(0.6, {"optimizer_split": "cpu", "spare_slabs": 9}), (3.0, {"optimizer_split": 0.5}), (12.0, {})],
+    ids=["cpu", "half", "device"],
+)
+def test_sums_of_micro_steps(share: float, options: dict[str, Any], declare: bool, wide: bool) -> None:
+    settings = (lambda: Decoder(plainly, width=64), torch.bfloat16, 5, 4, 100.0)
+    dtype = "float32" if wide else None
+    got = offloaded(*settings, share=share, declare=declare, accumulate_dtype=dtype, async_step=True, **options)
+    assert_same(plain(*settings, wide=wide), got)
 
 
 def test_tied_weights_and_dropout_on_larger_layers() -> None:
