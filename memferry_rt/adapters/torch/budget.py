@@ -139,16 +139,21 @@ class Budget:
         return replace(self, pool=pool).shared()
 
     def shared(self) -> Budget:
-        """With the pool shared: first what weights must have, then the rings, the other weights, and state."""
+        """With the pool shared: first what weights must have, then the rings, the other weights, and state.
+
+        Sums of gradients come before state, as every micro-step is spared two transfers of them, and those of the
+        first layers before weights: they would leave when backward is over and nothing is left to hide it.
+        """
         ring = _ring(self.pool, self.largest_gradient, self.together)
         stream = min(self.room.streaming, self.pool // 8, self.pool - self.together - ring)
         stream = stream // SMALLEST_STREAM * SMALLEST_STREAM
         left = self.pool - ring - stream - self.weights
-        sums: dict[int, int] = {}  # first, as every micro-step is spared two transfers of them
+        sums: dict[int, int] = {}
+        more = max(left, min(self.pool // 8, self.pool - self.together - ring - stream))
         for layer, nbytes in enumerate(self.room.summed):
-            if 0 < nbytes <= left:
+            if 0 < nbytes <= more:
                 sums[layer] = nbytes
-                left -= nbytes
+                left, more = left - nbytes, more - nbytes
         resident = []
         for layer, nbytes in enumerate(self.room.resident):
             if 0 < nbytes <= left + sums.get(layer, 0):

@@ -59,8 +59,8 @@ class GradientFlow:
     ring_tensor : callable
         A uint8 tensor over a span of device memory.
     accumulate : int
-        Micro-steps of a step.  What fewer have summed is not complete: its way home goes on beside the next
-        micro-step, and `arrived` is not told of it.
+        Micro-steps of a step.  What fewer have summed is not complete: `arrived` is not told of it, and it stays
+        on the device where it has a home there.
     """
 
     def __init__(
@@ -83,7 +83,6 @@ class GradientFlow:
         self._wait = wait
         self._ring_tensor = ring_tensor
         self._accumulate = accumulate
-        self._complete = False  # whether this backward has completed a sum
         self._ring: StagingRing | None = None
         self._lane = engine.lane(Direction.DEVICE_TO_HOST)
         self._homes: dict[LayerState, _LayerHome] = {}
@@ -190,7 +189,6 @@ class GradientFlow:
         slot.version = slot.home._version if complete else -1
         home.fresh = True
         if complete:
-            self._complete = True
             self._arrived(slot)
         if len(slot.parameter._post_accumulate_grad_hooks) > 1:
             self.finish()  # somebody else's hook may read it next
@@ -263,24 +261,17 @@ class GradientFlow:
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
             self._graph_task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def finish(self) -> None:
         """Let the compute stream's later work, a user's reads among it, wait for the gradients' arrival."""
-        self._finish(still_leaving=False)
-
-    def _backward_over(self) -> None:
-        """Sums that more micro-steps will add to are not waited for: they go home beside the next one."""
-        self._finish(still_leaving=not self._complete)
-
-    def _finish(self, *, still_leaving: bool) -> None:
-        self._graph_task, self._complete = -1, False
+        self._graph_task = -1
         stream = self._stream()
-        if self._last is not None and not still_leaving:
+        if self._last is not None:
             self._wait(stream, self._last)
             self._last = None
         for layer, home in self._homes.items():
-            if home.fresh and (home.on_device or not still_leaving):
+            if home.fresh:
                 home.fresh = False
                 spans = [home.span if home.on_device else self._device_span(home.span)]
                 home.bracket = self._driver.launch(

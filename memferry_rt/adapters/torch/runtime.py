@@ -299,7 +299,6 @@ class Runtime:
         self.updates.wait_all()
         for layer in self.layers:
             self.memory.bring_home(layer)
-        self.gradients.finish()
 
     @contextlib.contextmanager
     def state_at_home(self, *, write: bool = False) -> Iterator[list[ParameterState]]:
