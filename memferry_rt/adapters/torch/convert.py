@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -19,9 +19,14 @@ ParameterInit = Callable[[nn.Module], None]
 
 
 def plan_layouts(
-    cuts: Sequence[Cut], updated: set[nn.Parameter], compute_dtype: torch.dtype | None
+    cuts: Sequence[Cut], updated: Mapping[nn.Parameter, tuple[str, ...]], compute_dtype: torch.dtype | None
 ) -> tuple[list[LayerLayout], list[list[Geometry]]]:
     """Where every parameter will lie.
+
+    Parameters
+    ----------
+    updated : mapping of Parameter to tuple of str
+        What the optimizer keeps for each element of the parameters that it updates.
 
     Raises
     ------
@@ -39,6 +44,7 @@ def plan_layouts(
                 trainable=parameter.requires_grad,
                 updated=parameter.requires_grad and parameter in updated,
                 master=form.dtype is not torch.float32,
+                state=updated.get(parameter, ()),
             )
             for (name, parameter), form in zip(cut.parameters, forms, strict=True)
         ]

@@ -141,21 +141,21 @@ class LayerState:
         return self.cpu("gradient", slot.gradient, self.geometry[index].dtype, slot.spec.numel)
 
     def cpu_state(self, index: int, kind: str) -> torch.Tensor:
-        """Flat fp32 state of a parameter: "master", "exp_avg" or "exp_avg_sq".
+        """Flat fp32 state of a parameter: "master", or by the name that it has in ``optimizer.state``.
 
         The master of a parameter whose compute dtype is fp32 is the weight itself.
         """
         slot = self.layout.slots[index]
         if kind == "master" and not slot.spec.master:
             return self.cpu_weight(index)
-        return self.cpu("state", getattr(slot, kind), torch.float32, slot.spec.numel)
+        return self.cpu("state", _place_of(slot, kind), torch.float32, slot.spec.numel)
 
     def state(self, index: int, kind: str) -> torch.Tensor:
         """Flat fp32 state of a parameter where it is at home; kinds as for `cpu_state`."""
         slot = self.layout.slots[index]
         if self.residence is None or (kind == "master" and not slot.spec.master):
             return self.cpu_state(index, kind)
-        start = getattr(slot, kind)
+        start = _place_of(slot, kind)
         return self.residence.state[start : start + slot.spec.numel * 4].view(torch.float32)
 
     def move_state(self, span: Span) -> Span:
@@ -229,3 +229,7 @@ class LayerState:
         span = Span(slab.ptr + offset, slot.spec.nbytes)
         with torch.inference_mode(False):
             return shaped(self._factory.mapped(arena, span), 0, form.dtype, form.shape, form.stride)
+
+
+def _place_of(slot: Slot, kind: str) -> int:
+    return slot.master if kind == "master" else slot.state[kind]

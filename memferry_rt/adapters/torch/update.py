@@ -2,50 +2,50 @@
 
 from __future__ import annotations
 
+import abc
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ...device_update import DeviceUpdate, part_of
 from ...layout import LayerLayout
-from ...native import AdamKernel, AdamOperands, AdamSettings
+from ...native import AdamKernel, AdamOperands, AdamSettings, NativeCalls
 from ...native.adam import VECTOR
 from ...split import spread
 from ...streaming import UNIT
 from .budget import LARGEST_STREAM, SMALLEST_STREAM, WORTHWHILE_STREAM, UpdateRoom
+from .generic import ParameterUpdate
 from .layer import LayerState
 from .torch_adam import CHUNK, Batch, update_batch
 
 NATIVE_CHUNK = 1 << 20  # elements a call of the native kernel: a millisecond or less, and few calls
 
 
-class LayerUpdate:
-    """The update of one layer by Adam or AdamW.
+class LayerUpdate(abc.ABC):
+    """The update of one layer.
 
     Parameters
     ----------
     layer : LayerState
     groups : mapping of index to int
         The parameter group of each parameter that the optimizer updates, by index in the layer.
-    native : bool
-        It is made by native kernels; otherwise by torch operations of the same arithmetic.
 
     Attributes
     ----------
     numel : int
         Elements it updates.
+    traffic : int
+        Bytes of host memory that it reads and writes for an element.
     """
 
-    def __init__(self, layer: LayerState, groups: Mapping[int, int], *, native: bool) -> None:
+    traffic: int
+
+    def __init__(self, layer: LayerState, groups: Mapping[int, int]) -> None:
         self._layer = layer
         self._groups = groups
-        self._operands: dict[int, AdamOperands] = {}
-        self._state_at = 0
-        self._batches: list[Batch] = []
-        for index in sorted(groups, key=lambda index: (groups[index], index)):
-            if not native:
-                self._cut_batches(index)
         self.numel = sum(self._numel(index) for index in groups)
 
     @property
@@ -53,26 +53,66 @@ class LayerUpdate:
         """The parameters that it updates."""
         return self._groups.keys()
 
-    def batches(
+    @abc.abstractmethod
+    def on_cpu(
+        self, present: set[int], settings: Sequence[Any], counts: Mapping[int, Any], scale: float
+    ) -> NativeCalls | list[Callable[[], None]]:
+        """The update of the parameters in `present`, in place, as calls that touch disjoint memory.
+
+        Parameters
+        ----------
+        present : set of int
+            Indices of the parameters that have a gradient.
+        settings : sequence
+            Of `OptimizerPatch.settings`, by group.
+        counts : mapping of index to object
+            Of `OptimizerPatch.count`, for each parameter.
+        scale : float
+            Multiplied into every gradient.
+        """
+
+    def _numel(self, index: int) -> int:
+        return self._layer.layout.slots[index].spec.numel
+
+
+class AdamUpdate(LayerUpdate):
+    """By Adam or AdamW.
+
+    Parameters
+    ----------
+    layer, groups
+        See `LayerUpdate`.
+    kernel : AdamKernel or None
+        The native one; None for torch operations of the same arithmetic.
+    """
+
+    traffic = 28  # fp32 state read and written, and 4 for gradient and rounded weight
+
+    def __init__(self, layer: LayerState, groups: Mapping[int, int], *, kernel: AdamKernel | None) -> None:
+        super().__init__(layer, groups)
+        self._kernel = kernel
+        self._operands: dict[int, AdamOperands] = {}
+        self._state_at = 0
+        self._batches: list[Batch] = []
+        for index in sorted(groups, key=lambda index: (groups[index], index)):
+            if kernel is None:
+                self._cut_batches(index)
+
+    def on_cpu(
+        self, present: set[int], settings: Sequence[Any], counts: Mapping[int, Any], scale: float
+    ) -> NativeCalls | list[Callable[[], None]]:
+        if self._kernel is None:
+            return self._batches_of(present, settings, counts, scale)
+        return self._kernel.calls(cut_work(self.native(self._kernel, present, settings, counts, scale)))
+
+    def _batches_of(
         self,
         present: set[int],
         settings: Sequence[AdamSettings],
         steps: Mapping[int, torch.Tensor],
         scale: float,
     ) -> list[Callable[[], None]]:
-        """The update of the parameters in `present` by torch, in place, as calls that touch disjoint memory.
-
-        Parameters
-        ----------
-        present : set of int
-            Indices of the parameters that have a gradient.
-        settings : sequence of AdamSettings
-            By group.
-        steps : mapping of index to Tensor
-            fp32 scalars: the number of this step, for each parameter.
-        scale : float
-            Multiplied into every gradient.
-        """
+        """The update by torch; `steps` has fp32 scalars: the number of this step, for each parameter."""
         calls = []
         for batch in self._batches:
             part = batch.only(present)
@@ -89,7 +129,7 @@ class LayerUpdate:
         steps: Mapping[int, torch.Tensor],
         scale: float,
     ) -> list[tuple[Any, AdamOperands]]:
-        """The same by a native kernel: for each parameter what its calls share, and where it is at home."""
+        """The update by a native kernel: for each parameter what its calls share, and where it is at home."""
         if self._state_at != self._layer.state_span.ptr:  # never yet, or it has moved
             self._state_at = self._layer.state_span.ptr
             self._operands = {index: self._at_home(index) for index in self._groups if self._numel(index)}
@@ -98,9 +138,6 @@ class LayerUpdate:
             for index, operands in self._operands.items()
             if index in present
         ]
-
-    def _numel(self, index: int) -> int:
-        return self._layer.layout.slots[index].spec.numel
 
     def _at_home(self, index: int) -> AdamOperands:
         layer = self._layer
@@ -138,6 +175,43 @@ class LayerUpdate:
                 return last
         self._batches.append(Batch(group))
         return self._batches[-1]
+
+
+class ClassUpdate(LayerUpdate):
+    """By the user's own class, one parameter a call.
+
+    Parameters
+    ----------
+    layer, groups
+        See `LayerUpdate`.
+    optimizer : Optimizer
+    """
+
+    def __init__(self, layer: LayerState, groups: Mapping[int, int], optimizer: Optimizer) -> None:
+        super().__init__(layer, groups)
+        self._updates = {
+            index: ParameterUpdate(optimizer, layer.in_shape(index, layer.cpu_state(index, "master")))
+            for index in groups
+        }
+        kinds = 1 + max((len(layer.layout.slots[index].state) for index in groups), default=0)
+        self.traffic = 8 * kinds + 4
+
+    def on_cpu(
+        self, present: set[int], settings: Sequence[Any], counts: Mapping[int, Any], scale: float
+    ) -> NativeCalls | list[Callable[[], None]]:
+        layer = self._layer
+        return [
+            functools.partial(
+                self._updates[index].run,
+                layer.in_shape(index, layer.cpu_gradient(index)),
+                settings[self._groups[index]],
+                scale,
+                layer.in_shape(index, layer.cpu_weight(index)) if layer.layout.slots[index].spec.master else None,
+                counts[index].entry,
+                counts[index].room,
+            )
+            for index in sorted(present)
+        ]
 
 
 def cut_work(work: Sequence[tuple[Any, AdamOperands]]) -> list[tuple[Any, AdamOperands]]:
