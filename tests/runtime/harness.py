@@ -78,7 +78,7 @@ def plain(job: Job) -> Result:
     real = _build(job, model)
     masters = {p: nn.Parameter(p.detach().float()) for group in real.param_groups for p in group["params"]}
     groups = [{**group, "params": [masters[p] for p in group["params"]]} for group in real.param_groups]
-    optimizer = job.optimizer(groups)  # type: ignore[call-arg]
+    optimizer = job.optimizer(groups, lr=job.lr, **job.settings)  # type: ignore[call-arg]
     scheduler = job.schedule(optimizer) if job.schedule else None
 
     def step() -> float:

@@ -17,13 +17,15 @@ from memferry_rt import UnsupportedError
 from .harness import Job, assert_same, offloaded, plain
 from .models import Decoder, next_token_loss
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*no native update kernel")
+pytestmark = pytest.mark.filterwarnings("ignore:(Ad|ASGD|Counting|NAdam|R|Together).*no native update")
 
 CASES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "sgd": (SGD, {}),
     "momentum": (SGD, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
     "nesterov": (SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
     "adagrad": (Adagrad, {"lr_decay": 0.1, "weight_decay": 0.01}),
+    "adagrad-fused": (Adagrad, {"weight_decay": 0.01, "fused": True, "initial_accumulator_value": 0.5}),
+    "lion": (memferry_rt.Lion, {"weight_decay": 0.1}),
     "rmsprop": (RMSprop, {"momentum": 0.5, "centered": True}),
     "adadelta": (torch.optim.Adadelta, {}),
     "adamax": (torch.optim.Adamax, {"weight_decay": 0.01}),
@@ -38,13 +40,13 @@ CASES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_training_has_the_bits_of_the_class(name: str) -> None:
     kind, settings = CASES[name]
-    dtype = torch.bfloat16 if name in ("nesterov", "adagrad", "nadam") else torch.float32
+    dtype = torch.bfloat16 if name in ("nesterov", "lion", "nadam") else torch.float32
     job = Job(
         Decoder, next_token_loss, steps=4, accumulate=2, max_grad_norm=0.5, dtype=dtype,
         optimizer=kind, settings=settings,
         schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
     )  # fmt: skip
-    assert_same(plain(job), offloaded(job, async_step=name in ("momentum", "rmsprop", "adagrad")))
+    assert_same(plain(job), offloaded(job, async_step=name in ("momentum", "rmsprop", "lion")))
 
 
 class Pair:
@@ -97,7 +99,7 @@ def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
                 assert mine == value
 
 
-@pytest.mark.parametrize("name", ["momentum", "adagrad", "rmsprop", "nadam"])
+@pytest.mark.parametrize("name", ["momentum", "adagrad-fused", "rmsprop", "nadam"])
 def test_state_dicts_are_those_of_the_class_and_go_both_ways(name: str) -> None:
     pair = Pair(name, async_step=True)
     pair.steps(2)
@@ -174,7 +176,7 @@ def test_steps_that_are_not_finite_and_parameters_without_a_gradient() -> None:
     memferry_rt.restore(pair.model)
 
 
-@pytest.mark.parametrize("name", ["momentum", "adagrad", "nadam", "adafactor"])
+@pytest.mark.parametrize("name", ["momentum", "adagrad-fused", "lion", "nadam", "adafactor"])
 @pytest.mark.parametrize("into", ["offloaded", "plain"])
 def test_a_checkpoint_resumes(name: str, into: str, tmp_path: Path) -> None:
     pair = Pair(name, async_step=True)

@@ -13,14 +13,16 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from ...errors import UnsupportedError
 from ...layout import MOMENTS
-from ...native import AdamKernel
+from ...native import AdamKernel, OneStateKernel
 from .adam_state import AdamPatch, check_adam
+from .arithmetics import Arithmetic, arithmetic_of
 from .entries import EntriesPatch
-from .generic import state_keys
+from .generic import capture, state_keys
 from .layer import LayerState
 from .native_adam import trusted_kernel
+from .native_one_state import trusted_one_state
 from .optimizer import OptimizerPatch
-from .update import AdamUpdate, ClassUpdate, LayerUpdate
+from .update import AdamUpdate, ClassUpdate, LayerUpdate, OneStateUpdate
 
 Home = Mapping[nn.Parameter, tuple[LayerState, int]]
 
@@ -89,6 +91,39 @@ class AdamRule(UpdateRule):
         return AdamUpdate(layer, groups, kernel=self.kernel)
 
 
+class OneStateRule(UpdateRule):
+    """SGD, Adagrad and Lion: native.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+    arithmetic : Arithmetic
+    kernel : OneStateKernel
+    """
+
+    native = True
+
+    def __init__(self, optimizer: Optimizer, arithmetic: Arithmetic, kernel: OneStateKernel) -> None:
+        super().__init__(optimizer)
+        self._arithmetic = arithmetic
+        self._kernel = kernel
+        for group in optimizer.param_groups:
+            self._adapt(capture(group))
+
+    def _adapt(self, settings: dict[str, Any]) -> Any:
+        return self._arithmetic.settings(settings)
+
+    def state_keys(self, group: dict[str, Any], parameter: nn.Parameter) -> tuple[str, ...]:
+        begun = self._arithmetic.state in self.optimizer.state.get(parameter, {})
+        return (self._arithmetic.state,) if begun or self._arithmetic.keeps_state(group) else ()
+
+    def patch(self, home: Home, *, step: Callable[[], None], settle: Callable[[], None]) -> EntriesPatch:
+        return EntriesPatch(self.optimizer, home, step=step, settle=settle, adapt=self._adapt)
+
+    def plan(self, layer: LayerState, groups: Mapping[int, int]) -> LayerUpdate:
+        return OneStateUpdate(layer, groups, self._kernel, self._arithmetic)
+
+
 class ClassRule(UpdateRule):
     """Any other optimizer: its own class makes the updates."""
 
@@ -134,7 +169,11 @@ def choose_rule(optimizer: Optimizer, model: nn.Module) -> UpdateRule:
     if type(optimizer) in (Adam, AdamW):
         assert isinstance(optimizer, Adam)
         return AdamRule(optimizer)
-    return ClassRule(optimizer)
+    arithmetic = arithmetic_of(optimizer)
+    kernel = None if arithmetic is None else trusted_one_state(arithmetic.name)
+    if arithmetic is None or kernel is None:
+        return ClassRule(optimizer)
+    return OneStateRule(optimizer, arithmetic, kernel)
 
 
 def refuse_sharing(optimizer: Optimizer, split: str | float, spare_slabs: int | None) -> None:

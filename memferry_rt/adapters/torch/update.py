@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,10 +13,11 @@ from torch.optim import Optimizer
 
 from ...device_update import DeviceUpdate, part_of
 from ...layout import LayerLayout
-from ...native import AdamKernel, AdamOperands, AdamSettings, NativeCalls
+from ...native import AdamKernel, AdamOperands, AdamSettings, NativeCalls, OneStateKernel, OneStateOperands
 from ...native.adam import VECTOR
 from ...split import spread
 from ...streaming import UNIT
+from .arithmetics import Arithmetic
 from .budget import LARGEST_STREAM, SMALLEST_STREAM, WORTHWHILE_STREAM, UpdateRoom
 from .generic import ParameterUpdate
 from .layer import LayerState
@@ -212,6 +214,60 @@ class ClassUpdate(LayerUpdate):
             )
             for index in sorted(present)
         ]
+
+
+class OneStateUpdate(LayerUpdate):
+    """By a native kernel of an optimizer that keeps at most one number beside each parameter.
+
+    Parameters
+    ----------
+    layer, groups
+        See `LayerUpdate`.
+    kernel : OneStateKernel
+    arithmetic : Arithmetic
+    """
+
+    traffic = 20  # fp32 parameter and state read and written, and 4 for gradient and rounded weight
+
+    def __init__(
+        self, layer: LayerState, groups: Mapping[int, int], kernel: OneStateKernel, arithmetic: Arithmetic
+    ) -> None:
+        super().__init__(layer, groups)
+        self._kernel = kernel
+        self._arithmetic = arithmetic
+
+    def on_cpu(
+        self, present: set[int], settings: Sequence[Any], counts: Mapping[int, Any], scale: float
+    ) -> NativeCalls | list[Callable[[], None]]:
+        work: list[tuple[Any, OneStateOperands]] = []
+        states = []
+        for index in sorted(present):
+            coefficients, state = self._arithmetic.begin(
+                settings[self._groups[index]], counts[index], scale, functools.partial(self._room, index)
+            )
+            states.append(state)
+            prepared, whole = self._kernel.prepare(coefficients), self._at_home(index, state)
+            for start in range(0, whole.count, NATIVE_CHUNK):
+                work.append((prepared, whole.part(start, min(NATIVE_CHUNK, whole.count - start))))
+        calls = self._kernel.calls(work)
+        return dataclasses.replace(calls, kept=(calls.kept, states))
+
+    def _room(self, index: int) -> torch.Tensor:
+        form = self._layer.geometry[index]
+        return torch.empty_strided(form.shape, form.stride, dtype=torch.float32, device="cpu")
+
+    def _at_home(self, index: int, state: torch.Tensor | None) -> OneStateOperands:
+        layer = self._layer
+        spec, dtype = layer.layout.slots[index].spec, str(layer.geometry[index].dtype).removeprefix("torch.")
+        return OneStateOperands(
+            parameter=layer.cpu_state(index, "master").data_ptr(),
+            state=0 if state is None else state.data_ptr(),
+            gradient=layer.cpu_gradient(index).data_ptr(),
+            gradient_dtype=dtype,
+            weight=layer.cpu_weight(index).data_ptr() if spec.master else 0,
+            weight_dtype=dtype if spec.master else "bfloat16",
+            count=spec.numel,
+        )
 
 
 def cut_work(work: Sequence[tuple[Any, AdamOperands]]) -> list[tuple[Any, AdamOperands]]:
