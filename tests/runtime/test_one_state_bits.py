@@ -57,7 +57,7 @@ def _drawn(name: str, seed: int) -> Any:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: f"{kernel.name}-{kernel.variant}")
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_thousand_steps(kernel: OneStateKernel, seed: int) -> None:
     assert agrees(kernel, _drawn(kernel.name, seed), elements=77 + seed, steps=1000)
 
@@ -65,7 +65,7 @@ def test_a_thousand_steps(kernel: OneStateKernel, seed: int) -> None:
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: f"{kernel.name}-{kernel.variant}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_formats_and_tails(kernel: OneStateKernel, dtype: torch.dtype) -> None:
-    for elements in (*range(1, 40), 4096 + 7, 50_003):
+    for elements in (1, 7, 8, 9, 15, 17, 31, 33, 4096 + 7, 20_003):
         assert agrees(kernel, _drawn(kernel.name, elements), elements=elements, steps=3, dtype=dtype), elements
 
 
