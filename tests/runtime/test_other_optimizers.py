@@ -139,17 +139,19 @@ def test_a_state_dict_kept_over_a_load_keeps_its_values() -> None:
     memferry_rt.restore(pair.model)
 
 
-@pytest.mark.parametrize("name", ["momentum", "rmsprop"])
-def test_what_users_put_into_the_state_counts(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "key"), [("momentum", "momentum_buffer"), ("rmsprop", "momentum_buffer"), ("lion", "exp_avg")]
+)
+def test_what_users_put_into_the_state_counts(name: str, key: str) -> None:
     pair = Pair(name)
     pair.steps(2)
     for model, optimizer in ((pair.plain, pair.plain_optimizer), (pair.model, pair.optimizer)):
         matrices = [p for p in model.parameters() if p.shape == (128, 32)]
         one, other, third = *matrices[:2], next(p for p in model.parameters() if p.ndim == 1)
         states = [optimizer.state[parameter] for parameter in (one, other, third)]
-        first, second = (state["momentum_buffer"] for state in states[:2])
-        states[0]["momentum_buffer"], states[1]["momentum_buffer"] = second, first
-        states[2]["momentum_buffer"].mul_(0.5)
+        first, second = (state[key].detach() for state in states[:2])  # other tensors over the same memory
+        states[0][key], states[1][key] = second, first
+        states[2][key].mul_(0.5)
         optimizer.state[third] = {k: v.clone() if torch.is_tensor(v) else v for k, v in states[2].items()}
         optimizer.state.pop(model.head.weight)
     pair.steps(2, first=2)
@@ -395,6 +397,7 @@ def test_state_of_halves_that_there_is_already_is_taken_over() -> None:
     assert 12 <= report.host_nbytes_per_parameter < 13.5
     memferry_rt.restore(model)
     for parameter, old in zip(model.parameters(), before, strict=True):
+        assert optimizer.state[parameter]["momentum_buffer"].dtype is torch.bfloat16
         assert torch.equal(optimizer.state[parameter]["momentum_buffer"], old)
 
 

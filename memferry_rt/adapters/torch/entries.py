@@ -151,9 +151,8 @@ class EntriesPatch(OptimizerPatch):
             self._adapt(capture({**group, **other}))
         for parameter in self._own:
             self.optimizer.state.pop(parameter, None)
-        missing = self._own.keys() - {parameter for parameter, _ in entries}
         optimizer.state.update({p: entry for p, entry in entries if p not in self._own})
-        self._adopt_all([(p, entry) for p, entry in entries if p in self._own] + [(p, {}) for p in missing])
+        self._adopt_all([(p, entry) for p, entry in entries if p in self._own])
         for group, other in zip(optimizer.param_groups, loaded.param_groups, strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
         for after in optimizer._optimizer_load_state_dict_post_hooks.values():
