@@ -47,12 +47,17 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
     return F.cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
 
 
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
 def plain(
     build: Callable[[], nn.Module],
     dtype: torch.dtype,
     steps: int,
     accumulate: int,
     clip: float,
+    optimizer_of: Callable[[Any], torch.optim.Optimizer] = adamw,
     *,
     wide: bool = False,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -60,7 +65,7 @@ def plain(
     model = build().to(dtype)
     masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in model.named_parameters()}
     model.cuda()
-    optimizer = torch.optim.AdamW(masters.values(), lr=1e-2, fused=True)
+    optimizer = optimizer_of(masters.values())
     losses = []
     torch.manual_seed(7)
     for number in range(steps):
@@ -100,6 +105,7 @@ def offloaded(
     steps: int,
     accumulate: int,
     clip: float,
+    optimizer_of: Callable[[Any], torch.optim.Optimizer] = adamw,
     *,
     share: float = 0.4,
     declare: bool = False,
@@ -107,7 +113,7 @@ def offloaded(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = build().to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = optimizer_of(model.parameters())
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     memferry_rt.offload(
         model,
@@ -176,6 +182,25 @@ def test_sums_of_micro_steps(share: float, options: dict[str, Any], declare: boo
     dtype = "float32" if wide else None
     got = offloaded(*settings, share=share, declare=declare, accumulate_dtype=dtype, async_step=True, **options)
     assert_same(plain(*settings, wide=wide), got)
+
+
+@pytest.mark.filterwarnings("ignore:RMSprop has no native")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [
+        lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+        lambda p: torch.optim.Adagrad(p, lr=1e-2, weight_decay=0.1, fused=True),
+        lambda p: memferry_rt.Lion(p, lr=1e-3, weight_decay=0.1),
+        lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
+    ],
+    ids=["sgd", "adagrad", "lion", "rmsprop"],
+)
+def test_other_optimizers(optimizer_of: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> None:
+    settings = (lambda: Decoder(width=64), dtype, 6, 2, 1.0, optimizer_of)
+    expected = plain(*settings)
+    for async_step in (False, True):
+        assert_same(expected, offloaded(*settings, async_step=async_step))
 
 
 def test_tied_weights_and_dropout_on_larger_layers() -> None:

@@ -30,7 +30,8 @@ def summed_in_fp32(job: Job) -> Result:
     torch.manual_seed(0)
     model = job.build().to(job.dtype)
     masters = {p: nn.Parameter(p.detach().float()) for p in model.parameters()}
-    optimizer = torch.optim.AdamW(masters.values(), lr=job.lr, fused=True)
+    how = {"fused": True} if job.optimizer is torch.optim.AdamW else {}
+    optimizer = job.optimizer(masters.values(), lr=job.lr, **how, **job.settings)  # type: ignore[call-arg]
     losses, norms = [], []
     torch.manual_seed(7)
     for step in range(job.steps):
@@ -79,6 +80,20 @@ def test_sums_in_fp32(dtype: torch.dtype, share: float, run: Any, options: dict[
     clip = None if "spare_slabs" in options else 1.0
     job = Job(lambda: small(run), next_token_loss, dtype=dtype, accumulate=3, steps=3, lr=1e-3, max_grad_norm=clip)
     assert_same(summed_in_fp32(job), offloaded(job, share=share, **FP32, **options))
+
+
+@pytest.mark.filterwarnings("ignore:RMSprop has no native")
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(torch.optim.SGD, {"momentum": 0.9}), (memferry_rt.Lion, {}), (torch.optim.RMSprop, {"momentum": 0.5})],
+)
+def test_sums_in_fp32_for_other_optimizers(kind: Any, settings: dict[str, Any]) -> None:
+    job = Job(
+        small, next_token_loss, dtype=torch.bfloat16, accumulate=3, steps=3, lr=1e-3, optimizer=kind,
+        settings=settings,
+    )  # fmt: skip
+    for share in (0.9, 8.0):
+        assert_same(summed_in_fp32(job), offloaded(job, share=share, accumulate=3, **FP32))
 
 
 def test_it_is_not_the_sum_in_the_parameter_s_dtype() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ ParameterInit = Callable[[nn.Module], None]
 
 def plan_layouts(
     cuts: Sequence[Cut],
-    updated: set[nn.Parameter],
+    updated: Mapping[nn.Parameter, tuple[str, ...]],
     compute_dtype: torch.dtype | None,
     gradient_dtype: torch.dtype | None = None,
 ) -> tuple[list[LayerLayout], list[list[Geometry]]]:
@@ -28,6 +28,8 @@ def plan_layouts(
 
     Parameters
     ----------
+    updated : mapping of Parameter to tuple of str
+        What the optimizer keeps for each element of the parameters that it updates.
     compute_dtype, gradient_dtype : torch.dtype or None
         Of weights, and of summed gradients; by default each parameter's own, and that of its weight.
 
@@ -48,6 +50,7 @@ def plan_layouts(
                 updated=parameter.requires_grad and parameter in updated,
                 master=form.dtype is not torch.float32,
                 gradient_itemsize=form.gradient_dtype.itemsize,
+                state=updated.get(parameter, ()),
             )
             for (name, parameter), form in zip(cut.parameters, forms, strict=True)
         ]

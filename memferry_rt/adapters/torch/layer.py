@@ -162,21 +162,21 @@ class LayerState:
         return Span(self.gradient_span.ptr + slot.gradient, slot.spec.gradient_nbytes)
 
     def cpu_state(self, index: int, kind: str) -> torch.Tensor:
-        """Flat fp32 state of a parameter: "master", "exp_avg" or "exp_avg_sq".
+        """Flat fp32 state of a parameter: "master", or by the name that it has in ``optimizer.state``.
 
         The master of a parameter whose compute dtype is fp32 is the weight itself.
         """
         slot = self.layout.slots[index]
         if kind == "master" and not slot.spec.master:
             return self.cpu_weight(index)
-        return self.cpu("state", getattr(slot, kind), torch.float32, slot.spec.numel)
+        return self.cpu("state", _place_of(slot, kind), torch.float32, slot.spec.numel)
 
     def state(self, index: int, kind: str) -> torch.Tensor:
         """Flat fp32 state of a parameter where it is at home; kinds as for `cpu_state`."""
         slot = self.layout.slots[index]
         if self.residence is None or (kind == "master" and not slot.spec.master):
             return self.cpu_state(index, kind)
-        start = getattr(slot, kind)
+        start = _place_of(slot, kind)
         return self.residence.state.tensor[start : start + slot.spec.numel * 4].view(torch.float32)
 
     def move_state(self, span: Span) -> Span:
@@ -251,3 +251,7 @@ class LayerState:
             return torch.empty_strided(form.shape, form.stride, dtype=dtype, device=self._factory.torch_device)
         with torch.inference_mode(False):
             return shaped(self._factory.mapped(arena, span), 0, dtype, form.shape, form.stride)
+
+
+def _place_of(slot: Slot, kind: str) -> int:
+    return slot.master if kind == "master" else slot.state[kind]

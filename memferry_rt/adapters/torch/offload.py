@@ -21,8 +21,7 @@ from .budget import RING_UNIT, Budget, UpdateRoom, plan_budget
 from .convert import Materialiser, ParameterInit, plan_layouts
 from .cut import Cut, cut_layers, find_owners
 from .early import host_nbytes, spares_within
-from .native_adam import trusted_kernel
-from .optimizer import check_optimizer
+from .rules import AdamRule, choose_rule, refuse_sharing
 from .runtime import Runtime
 from .saved import require_hooks
 from .tensors import DTYPES
@@ -142,24 +141,32 @@ def offload(
     dtype = _compute_dtype(options.compute_dtype)
     require_hooks()
     _check_model(model)
-    check_optimizer(optimizer, model)
+    rule = choose_rule(optimizer, model)
+    if not rule.shared:
+        refuse_sharing(optimizer, options.optimizer_split, options.spare_slabs)
     driver, ordinal = open_device(options.device, emulated=_machine(options))
-    updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    updated = {
+        parameter: rule.state_keys(group, parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     cuts = cut_layers(model, options.layers)
     layouts, geometries = plan_layouts(cuts, updated, dtype, _compute_dtype(options.accumulate_dtype))
     split = options.optimizer_split
-    update = None if split in ("cpu", 0.0) else open_device_update(driver, ordinal, trusted_kernel())
+    update = None
+    if isinstance(rule, AdamRule) and split not in ("cpu", 0.0):
+        update = open_device_update(driver, ordinal, rule.kernel)
     share = split if isinstance(split, float) else None
     room = UpdateRoom() if update is None else room_for_updates(layouts, share)
     if options.accumulate > 1:
         room = replace(room, summed=tuple(align_up(layout.gradient_nbytes, RING_UNIT) for layout in layouts))
     spares = options.spare_slabs
     if spares is None:
-        spares = spares_within(layouts, options.host_memory)
+        spares = spares_within(layouts, options.host_memory) if rule.shared else 0
     budget = _plan(model, cuts, layouts, options, driver, ordinal, room, spares)
     materialiser = Materialiser(model, param_init_fn)
     runtime = Runtime(
-        model, optimizer, options, driver, ordinal, cuts, layouts, geometries, budget, materialiser, update, spares
+        model, options, driver, ordinal, cuts, layouts, geometries, budget, materialiser, rule, update, spares
     )
     budget.begin()
     model.__dict__[_ATTRIBUTE] = runtime
