@@ -10,12 +10,13 @@ from .errors import BudgetError, CheckpointError, OffloadError, UnsupportedError
 from .options import OffloadOptions
 
 if TYPE_CHECKING:
-    from .adapters.torch import Report, Runtime, load, offload, restore, runtime_of, save, synchronize
+    from .adapters.torch import Lion, Report, Runtime, load, offload, restore, runtime_of, save, synchronize
 
 __all__ = [
     "BudgetError",
     "CheckpointError",
     "CheckpointInfo",
+    "Lion",
     "OffloadError",
     "OffloadOptions",
     "Report",
@@ -30,7 +31,7 @@ __all__ = [
     "synchronize",
 ]
 
-_FROM_TORCH = ("Report", "Runtime", "load", "offload", "restore", "runtime_of", "save", "synchronize")
+_FROM_TORCH = ("Lion", "Report", "Runtime", "load", "offload", "restore", "runtime_of", "save", "synchronize")
 
 
 def __getattr__(name: str) -> Any:

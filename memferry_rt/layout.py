@@ -1,19 +1,20 @@
 """Where a layer's parameters lie: flat slabs, one for each kind of state.
 
 A layer's weights lie in one slab, so that one copy moves them; its gradients in another of the same shape.
-Master weights and moments are fp32.  Offsets are multiples of 256 bytes, so that every parameter starts a
-cache line and a vector, and device kernels see the alignment that a framework's own allocator gives.
+Master weights and the optimizer's state are fp32.  Offsets are multiples of 256 bytes, so that every parameter
+starts a cache line and a vector, and device kernels see the alignment that a framework's own allocator gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from memferry_allocator.sizes import align_up
 
 ALIGNMENT = 256
 FP32 = 4
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,16 @@ class ParameterSpec:
     name : str
     numel, itemsize : int
         Elements, and bytes of one of them in the compute dtype.
+    gradient_itemsize : int, optional
+        Bytes of one element of the gradient; by default of the compute dtype.
     trainable : bool
         Whether it gets a gradient.
     updated : bool
         Whether the optimizer updates it.
     master : bool
         Whether it has an fp32 master copy beside the weight (its compute dtype is not fp32).
+    state : tuple of str
+        What else the optimizer keeps for each of its elements, by the names that it has in ``optimizer.state``.
     """
 
     name: str
@@ -39,22 +44,33 @@ class ParameterSpec:
     trainable: bool
     updated: bool
     master: bool
+    state: tuple[str, ...] = MOMENTS
+    gradient_itemsize: int | None = None
 
     @property
     def nbytes(self) -> int:
         return self.numel * self.itemsize
 
+    @property
+    def gradient_nbytes(self) -> int:
+        return self.numel * (self.gradient_itemsize or self.itemsize)
+
 
 @dataclass(frozen=True)
 class Slot:
-    """Byte offsets of one parameter in its layer's slabs; -1 where it has no such state."""
+    """Byte offsets of one parameter in its layer's slabs; -1 where it has no such thing.
+
+    Attributes
+    ----------
+    state : mapping of str to int
+        Of the optimizer's state, by name; empty where it does not update the parameter.
+    """
 
     spec: ParameterSpec
     weight: int
     gradient: int
     master: int
-    exp_avg: int
-    exp_avg_sq: int
+    state: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -92,10 +108,9 @@ def lay_out(name: str, specs: Iterable[ParameterSpec]) -> LayerLayout:
             Slot(
                 spec,
                 weight=weights.take(spec.nbytes),
-                gradient=gradients.take(spec.nbytes) if spec.trainable else -1,
+                gradient=gradients.take(spec.gradient_nbytes) if spec.trainable else -1,
                 master=state.take(fp32) if spec.updated and spec.master else -1,
-                exp_avg=state.take(fp32) if spec.updated else -1,
-                exp_avg_sq=state.take(fp32) if spec.updated else -1,
+                state={key: state.take(fp32) for key in spec.state} if spec.updated else {},
             )
         )
     return LayerLayout(name, tuple(slots), weights.nbytes, gradients.nbytes, state.nbytes)

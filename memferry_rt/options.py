@@ -23,6 +23,8 @@ class OffloadOptions:
     async_step: bool = False
     optimizer_split: str | float = "auto"
     spare_slabs: int | None = None
+    accumulate: int = 1
+    accumulate_dtype: str | None = None
     emulated: EmulatedOptions | None = None
 
     @classmethod
@@ -39,6 +41,8 @@ class OffloadOptions:
         async_step: bool,
         optimizer_split: str | float,
         spare_slabs: str | int,
+        accumulate: int = 1,
+        accumulate_dtype: str | None = None,
         emulated: EmulatedOptions | None,
     ) -> OffloadOptions:
         """Options from what a user writes.
@@ -63,6 +67,8 @@ class OffloadOptions:
             async_step=async_step,
             optimizer_split=_split(optimizer_split),
             spare_slabs=_spare_slabs(spare_slabs),
+            accumulate=_micro_steps(accumulate),
+            accumulate_dtype=_accumulate_dtype(accumulate_dtype),
             emulated=emulated,
         )
 
@@ -85,3 +91,17 @@ def _spare_slabs(slabs: str | int) -> int | None:
     if isinstance(slabs, int) and slabs >= 0:
         return slabs
     raise InvalidRequestError(f"spare_slabs: {slabs!r} is neither 'auto' nor a number of layers")
+
+
+def _micro_steps(number: int) -> int:
+    if isinstance(number, int) and not isinstance(number, bool) and number >= 1:
+        return number
+    raise InvalidRequestError(f"accumulate: {number!r} is not a number of backwards before a step, 1 or more")
+
+
+def _accumulate_dtype(name: str | None) -> str | None:
+    if name in (None, "float32"):
+        return name
+    raise InvalidRequestError(
+        f"accumulate_dtype: {name!r} is not supported; give 'float32', or leave it out for each parameter's own"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from memferry_allocator import DevicePool, Event, Span, Stream
@@ -28,10 +28,20 @@ class StagingRing:
         Size of the ring, a multiple of 512.
     stream : Stream
         The stream of its first use.
+    wait : callable, optional
+        Lets a stream wait for an event; `Stream.wait` by default.
     """
 
-    def __init__(self, pool: DevicePool, nbytes: int, stream: Stream) -> None:
+    def __init__(
+        self,
+        pool: DevicePool,
+        nbytes: int,
+        stream: Stream,
+        *,
+        wait: Callable[[Stream, Event], None] | None = None,
+    ) -> None:
         self._pool = pool
+        self._wait = wait or (lambda stream, event: stream.wait(event))
         self.base = pool.allocate(nbytes, stream=stream)
         self.nbytes = nbytes
         self._head = 0
@@ -66,4 +76,4 @@ class StagingRing:
         if overlapping:
             for _ in range(overlapping[-1]):
                 self._leaving.popleft()
-            stream.wait(self._leaving.popleft()[2])
+            self._wait(stream, self._leaving.popleft()[2])

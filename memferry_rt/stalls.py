@@ -21,7 +21,7 @@ class IterationTimes:
     update : float
         Waiting for weights whose update was not over.
     copy : float
-        Waiting for weights that were on their way.
+        Waiting for weights that were on their way, and for gradients to leave.
     step : float
         In ``optimizer.step()``.
     """
@@ -31,6 +31,11 @@ class IterationTimes:
     update: float = 0.0
     copy: float = 0.0
     step: float = 0.0
+
+    @property
+    def exposed(self) -> float:
+        """What training waits for: everything but `busy`."""
+        return self.update + self.copy + self.step
 
     @property
     def busy_share(self) -> float:
@@ -69,6 +74,12 @@ class StallMeter:
     def stalled(self, begin: Event, stream: Stream, updating: float) -> None:
         """`stream` has waited since `begin`, for an update at most `updating` seconds of it."""
         self._stalls.append(_Stall(begin, self.mark(stream), updating))
+
+    def wait(self, stream: Stream, copied: Event) -> None:
+        """Let `stream` wait for a copy, and take the time."""
+        begin = self.mark(stream)
+        stream.wait(copied)
+        self.stalled(begin, stream, 0.0)
 
     def submitted(self, stream: Stream) -> None:
         """Everything of a step is on its way."""

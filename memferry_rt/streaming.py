@@ -16,7 +16,7 @@ from .device_update import FP32, ITEMSIZE, DeviceUpdate, part_of
 from .native import AdamOperands
 
 SLOTS = 3  # one comes in, one is computed, one goes out
-BYTES = 16  # an element in the ring: fp32 parameter and moments, and 4 bytes of gradient and new weight
+BYTES = 18  # an element in the ring: fp32 parameter and moments, and at most 6 bytes of gradient and new weight
 UNIT = 64  # elements; every array of a slot begins at a multiple of 128 bytes
 
 

@@ -1,6 +1,5 @@
 /* Adam and AdamW on the CPU: one pass over state, gradient in and rounded weight out. */
-#include "variants.h"
-#include "stream.h"
+#include "blocks.h"
 
 /* Outputs may be the inputs: element i is read before it is written. */
 INLINE void update(const float *p, const float *m, const float *v, const float *restrict gradient, float *out_p,
@@ -28,27 +27,10 @@ INLINE void carry(const float *p, const float *m, const float *v, const float *r
 
 enum work { BODY, TAIL, TRAFFIC };
 
-/* Where a block of new state is made: at its place, or in cache, to be streamed out from there. */
-typedef struct {
-    float *place, *made;
-} target;
-
-INLINE target target_of(uintptr_t out, uintptr_t in, size_t start, float *scratch, int stream) {
-    target t;
-    t.place = (float *)out + start;
-    t.made = stream && out != in ? scratch : t.place;
-    return t;
-}
-
-INLINE void leave(target t, size_t count) {
-    if (t.made != t.place) stream_out(t.place, t.made, count * sizeof *t.made);
-}
-
 INLINE void adam_block(const memferry_adam_call *call, size_t start, size_t count, enum work work) {
     const memferry_adam_operands *o = &call->operands;
     const memferry_tuning *t = call->tuning;
     _Alignas(64) float gradient[MEMFERRY_BLOCK], scratch[3][MEMFERRY_BLOCK];
-    _Alignas(64) uint16_t rounded[MEMFERRY_BLOCK];
     target p = target_of(o->out_parameter, o->parameter, start, scratch[0], t->stream_out);
     target m = target_of(o->out_exp_avg, o->exp_avg, start, scratch[1], t->stream_out);
     target v = target_of(o->out_exp_avg_sq, o->exp_avg_sq, start, scratch[2], t->stream_out);
@@ -59,12 +41,7 @@ INLINE void adam_block(const memferry_adam_call *call, size_t start, size_t coun
         carry(old_p, old_m, old_v, gradient, p.made, m.made, v.made, count);
     else
         update(old_p, old_m, old_v, gradient, p.made, m.made, v.made, count, call->settings, work == TAIL);
-    if (o->weight && t->stream_weight && o->weight_dtype != MEMFERRY_FLOAT32) {
-        narrow((uintptr_t)rounded, o->weight_dtype, 0, p.made, count);
-        stream_out((uint16_t *)o->weight + start, rounded, count * sizeof *rounded);
-    } else if (o->weight) {
-        narrow(o->weight, o->weight_dtype, start, p.made, count);
-    }
+    round_out(o->weight, o->weight_dtype, start, p.made, count, t);
     leave(p, count);
     leave(m, count);
     leave(v, count);

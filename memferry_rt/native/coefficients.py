@@ -71,23 +71,24 @@ def adam_coefficients(settings: AdamSettings, step: float, scale: float) -> Adam
     scale : float
         Multiplied into every gradient.
     """
-    mean_weight = _rounded(1.0 - settings.beta1)
+    mean_weight = rounded(1.0 - settings.beta1)
     from_gradient = not mean_weight < 0.5
     return AdamCoefficients(
-        keep=_rounded(1.0 - settings.lr * settings.weight_decay) if settings.decoupled else 1.0,
-        l2_decay=0.0 if settings.decoupled else _rounded(settings.weight_decay),
-        mean_weight=_rounded(mean_weight - 1.0) if from_gradient else mean_weight,
-        tail_mean_weight=_rounded(-(1.0 - mean_weight)) if from_gradient else mean_weight,
+        keep=rounded(1.0 - settings.lr * settings.weight_decay) if settings.decoupled else 1.0,
+        l2_decay=0.0 if settings.decoupled else rounded(settings.weight_decay),
+        mean_weight=rounded(mean_weight - 1.0) if from_gradient else mean_weight,
+        tail_mean_weight=rounded(-(1.0 - mean_weight)) if from_gradient else mean_weight,
         lerp_from_gradient=from_gradient,
-        square_weight=_rounded(1.0 - settings.beta2),
-        square_keep=_rounded(settings.beta2),
-        square_correction=_rounded(math.sqrt(1.0 - settings.beta2**step)),
-        minus_step=_rounded(-(settings.lr / (1.0 - settings.beta1**step))),
-        eps=_rounded(settings.eps),
-        gradient_factor=_rounded(-scale if settings.maximize else scale),
+        square_weight=rounded(1.0 - settings.beta2),
+        square_keep=rounded(settings.beta2),
+        square_correction=rounded(math.sqrt(1.0 - settings.beta2**step)),
+        minus_step=rounded(-(settings.lr / (1.0 - settings.beta1**step))),
+        eps=rounded(settings.eps),
+        gradient_factor=rounded(-scale if settings.maximize else scale),
     )
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
+    """To fp32; infinite beyond its range."""
     with np.errstate(over="ignore"):
         return float(np.float32(value))

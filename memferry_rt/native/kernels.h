@@ -21,6 +21,18 @@ typedef struct {
 
 void memferry_adam_update(const memferry_adam_call *call);
 
+/* `settings` are of the optimizer. */
+typedef struct {
+    memferry_one_state_operands operands;
+    const void *settings;
+    const memferry_tuning *tuning;
+    int variant;
+} memferry_one_state_call;
+
+void memferry_sgd_update(const memferry_one_state_call *call);
+void memferry_adagrad_update(const memferry_one_state_call *call);
+void memferry_lion_update(const memferry_one_state_call *call);
+
 /* The fp64 sums of squares of blocks of MEMFERRY_NORM_BLOCK elements, the last one perhaps shorter. */
 typedef struct {
     uintptr_t values;
@@ -57,7 +69,16 @@ void memferry_adam_traffic(const memferry_adam_call *call);
 
 /* -- threads ------------------------------------------------------------------------------------------------------ */
 
-enum { MEMFERRY_ADAM = 0, MEMFERRY_SQUARES = 1, MEMFERRY_ADD = 2, MEMFERRY_CONVERT = 3, MEMFERRY_TRAFFIC = 4 };
+enum {
+    MEMFERRY_ADAM = 0,
+    MEMFERRY_SQUARES = 1,
+    MEMFERRY_ADD = 2,
+    MEMFERRY_CONVERT = 3,
+    MEMFERRY_TRAFFIC = 4,
+    MEMFERRY_SGD = 5,
+    MEMFERRY_ADAGRAD = 6,
+    MEMFERRY_LION = 7,
+};
 
 typedef struct memferry_pool memferry_pool;
 typedef struct memferry_batch memferry_batch;

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include "adam.h"
+#include "one_state.h"
 #include "kernels.h"
 
 struct memferry_batch {
@@ -31,6 +32,9 @@ static size_t size_of_call(int kind) {
     case MEMFERRY_SQUARES: return sizeof(memferry_squares_call);
     case MEMFERRY_ADD: return sizeof(memferry_add_call);
     case MEMFERRY_CONVERT: return sizeof(memferry_convert_call);
+    case MEMFERRY_SGD:
+    case MEMFERRY_ADAGRAD:
+    case MEMFERRY_LION: return sizeof(memferry_one_state_call);
     default: return sizeof(memferry_adam_call);
     }
 }
@@ -41,6 +45,9 @@ static void run_call(int kind, const void *call) {
     case MEMFERRY_ADD: memferry_add(call); break;
     case MEMFERRY_CONVERT: memferry_convert(call); break;
     case MEMFERRY_TRAFFIC: memferry_adam_traffic(call); break;
+    case MEMFERRY_SGD: memferry_sgd_update(call); break;
+    case MEMFERRY_ADAGRAD: memferry_adagrad_update(call); break;
+    case MEMFERRY_LION: memferry_lion_update(call); break;
     default: memferry_adam_update(call);
     }
 }

@@ -24,7 +24,8 @@ class NativeCalls:
     Attributes
     ----------
     kind : str
-        ``"ADAM"``, ``"TRAFFIC"``, ``"SQUARES"``, ``"ADD"`` or ``"CONVERT"``.
+        ``"ADAM"``, ``"SGD"``, ``"ADAGRAD"``, ``"LION"``, ``"TRAFFIC"``, ``"SQUARES"``, ``"ADD"`` or
+        ``"CONVERT"``.
     array : cffi array
     count : int
     kept : object

@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #include "adam.h"
+#include "one_state.h"
 #include "kernels.h"
 
 #include "arithmetic.h"

@@ -47,31 +47,49 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
     return F.cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
 
 
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
 def plain(
-    build: Callable[[], nn.Module], dtype: torch.dtype, steps: int, accumulate: int, clip: float
+    build: Callable[[], nn.Module],
+    dtype: torch.dtype,
+    steps: int,
+    accumulate: int,
+    clip: float,
+    optimizer_of: Callable[[Any], torch.optim.Optimizer] = adamw,
+    *,
+    wide: bool = False,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = build().to(dtype)
     masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in model.named_parameters()}
     model.cuda()
-    optimizer = torch.optim.AdamW(masters.values(), lr=1e-2, fused=True)
+    optimizer = optimizer_of(masters.values())
     losses = []
     torch.manual_seed(7)
     for number in range(steps):
+        sums: dict[str, torch.Tensor] = {}
+        weights = dict(model.named_parameters())
         for micro in range(accumulate):
             loss = loss_of(model, number * accumulate + micro)
             (loss / accumulate).backward()
             losses.append(loss.item())
-        weights = dict(model.named_parameters())
+            for name, weight in weights.items() if wide else ():
+                if weight.grad is not None:
+                    sums[name] = weight.grad.float() + sums[name] if name in sums else weight.grad.float()
+                    weight.grad = None
+        if not wide:
+            sums = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
         total = 0.0
-        for weight in weights.values():
-            if weight.grad is not None:
-                norm = float(torch._foreach_norm([weight.grad], 2, dtype=torch.float64)[0])
+        for name in weights:
+            if name in sums:
+                norm = float(torch._foreach_norm([sums[name]], 2, dtype=torch.float64)[0])
                 total += norm * norm
         scale = min(1.0, clip / (math.sqrt(total) + 1e-6))
         for name, weight in weights.items():
-            masters[name].grad = None if weight.grad is None else weight.grad.float().cpu()
-            if weight.grad is not None and scale != 1.0:
+            masters[name].grad = sums[name].float().cpu() if name in sums else None
+            if name in sums and scale != 1.0:
                 masters[name].grad.mul_(scale)
             weight.grad = None
         optimizer.step()
@@ -87,13 +105,15 @@ def offloaded(
     steps: int,
     accumulate: int,
     clip: float,
+    optimizer_of: Callable[[Any], torch.optim.Optimizer] = adamw,
     *,
     share: float = 0.4,
+    declare: bool = False,
     **options: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = build().to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = optimizer_of(model.parameters())
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     memferry_rt.offload(
         model,
@@ -102,6 +122,7 @@ def offloaded(
         device_memory=256 * MIB,
         pool_memory=int(weights * share),
         max_grad_norm=clip,
+        accumulate=accumulate if declare else 1,
         **options,
     )
     losses = []
@@ -144,6 +165,39 @@ def assert_same(
 )
 def test_bit_for_bit(run: Any, accumulate: int, dtype: torch.dtype) -> None:
     settings = (lambda: Decoder(run, width=64), dtype, 8, accumulate, 1.0)
+    expected = plain(*settings)
+    for async_step in (False, True):
+        assert_same(expected, offloaded(*settings, async_step=async_step))
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["own-dtype", "fp32"])
+@pytest.mark.parametrize("declare", [False, True], ids=["undeclared", "declared"])
+@pytest.mark.parametrize(
+    ("share", "options"),
+    [(0.6, {"optimizer_split": "cpu", "spare_slabs": 9}), (3.0, {"optimizer_split": 0.5}), (12.0, {})],
+    ids=["cpu", "half", "device"],
+)
+def test_sums_of_micro_steps(share: float, options: dict[str, Any], declare: bool, wide: bool) -> None:
+    settings = (lambda: Decoder(plainly, width=64), torch.bfloat16, 5, 4, 100.0)
+    dtype = "float32" if wide else None
+    got = offloaded(*settings, share=share, declare=declare, accumulate_dtype=dtype, async_step=True, **options)
+    assert_same(plain(*settings, wide=wide), got)
+
+
+@pytest.mark.filterwarnings("ignore:RMSprop has no native")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [
+        lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+        lambda p: torch.optim.Adagrad(p, lr=1e-2, weight_decay=0.1, fused=True),
+        lambda p: memferry_rt.Lion(p, lr=1e-3, weight_decay=0.1),
+        lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
+    ],
+    ids=["sgd", "adagrad", "lion", "rmsprop"],
+)
+def test_other_optimizers(optimizer_of: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> None:
+    settings = (lambda: Decoder(width=64), dtype, 6, 2, 1.0, optimizer_of)
     expected = plain(*settings)
     for async_step in (False, True):
         assert_same(expected, offloaded(*settings, async_step=async_step))

@@ -43,6 +43,11 @@ class Result:
     parameters: dict[str, torch.Tensor]
 
 
+def _build(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+    how = {"fused": True} if issubclass(job.optimizer, torch.optim.Adam) else {}
+    return job.optimizer(_parameters(job, model), lr=job.lr, **how, **job.settings)  # type: ignore[call-arg]
+
+
 def _parameters(job: Job, model: nn.Module) -> Any:
     return job.groups(model) if job.groups else [p for p in model.parameters() if p.requires_grad]
 
@@ -67,13 +72,13 @@ def _iterate(job: Job, model: nn.Module, optimizer: Any, step: Callable[[], floa
 
 
 def plain(job: Job) -> Result:
-    """Plain PyTorch: autograd, fp32 masters, clipping by the fp64 norm, fused AdamW."""
+    """Plain PyTorch: autograd, fp32 masters, clipping by the fp64 norm, fused AdamW or another optimizer."""
     torch.manual_seed(0)
     model = job.build().to(job.dtype)
-    real = job.optimizer(_parameters(job, model), lr=job.lr, fused=True, **job.settings)
+    real = _build(job, model)
     masters = {p: nn.Parameter(p.detach().float()) for group in real.param_groups for p in group["params"]}
     groups = [{**group, "params": [masters[p] for p in group["params"]]} for group in real.param_groups]
-    optimizer = job.optimizer(groups)
+    optimizer = job.optimizer(groups, lr=job.lr, **job.settings)  # type: ignore[call-arg]
     scheduler = job.schedule(optimizer) if job.schedule else None
 
     def step() -> float:
@@ -110,7 +115,7 @@ def offloaded(job: Job, *, share: float = 1 / 3, seed: int = 0, **options: Any) 
     """The same through `memferry_rt.offload` on the emulated device, with a share of the weights as budget."""
     torch.manual_seed(0)
     model = job.build().to(job.dtype)
-    optimizer = job.optimizer(_parameters(job, model), lr=job.lr, fused=True, **job.settings)
+    optimizer = _build(job, model)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     options.setdefault("device_memory", int(weights * share))
     options.setdefault("emulated", EmulatedOptions(seed=seed))

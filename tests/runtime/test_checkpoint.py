@@ -417,7 +417,7 @@ class WithExtraState(nn.Linear):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: _with(nn.Linear(2, 2), torch.optim.SGD), "SGD"),
+        (lambda: _stepped(nn.Linear(2, 2), torch.optim.LBFGS), "state of LBFGS.*is a Tensor"),
         (lambda: _with(nn.Linear(2, 2), torch.optim.AdamW, amsgrad=True), "amsgrad"),
         (lambda: _with(WithExtraState(2, 2), torch.optim.AdamW), "WithExtraState.*get_extra_state"),
         (lambda: _with(nn.Linear(2, 2, device="meta"), torch.optim.AdamW), "meta"),
@@ -431,6 +431,18 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(
     with pytest.raises(CheckpointError, match=words):
         memferry_rt.save(tmp_path / "saved", *build())
     assert not (tmp_path / "saved").exists()
+
+
+def _stepped(model: nn.Module, kind: type[torch.optim.Optimizer]) -> Pair:
+    optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+
+    def closure() -> float:
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss.item()
+
+    optimizer.step(closure)
+    return model, optimizer
 
 
 def _with(model: nn.Module, kind: type[torch.optim.Optimizer], **settings: Any) -> Pair:

@@ -53,7 +53,7 @@ def test_slots_are_aligned_and_do_not_overlap(parameters: list[ParameterSpec]) -
             parts = {
                 "weight": [(slot.weight, slot.spec.nbytes)],
                 "gradient": [(slot.gradient, slot.spec.nbytes)],
-                "state": [(slot.master, fp32), (slot.exp_avg, fp32), (slot.exp_avg_sq, fp32)],
+                "state": [(slot.master, fp32), *((place, fp32) for place in slot.state.values())],
             }[slab]
             ranges += [(start, start + size) for start, size in parts if start >= 0]
         ranges.sort()

@@ -85,7 +85,6 @@ def test_optimizers_that_cannot_be_honoured_are_refused_before_anything_changes(
     before = [p.data_ptr() for p in model.parameters()]
     parameters = list(model.parameters())
     for optimizer in (
-        torch.optim.SGD(parameters, lr=0.1),
         torch.optim.AdamW(parameters, amsgrad=True),
         torch.optim.AdamW(parameters, differentiable=True),
         torch.optim.AdamW([*parameters, nn.Parameter(torch.ones(2))]),

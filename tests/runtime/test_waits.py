@@ -122,14 +122,34 @@ def test_every_wait_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = Job(lambda: Decoder(run, layers=layers), next_token_loss, accumulate=accumulate, steps=3)
+    redundant, last = _redundant(
+        job, monkeypatch, some=split != "cpu", async_step=async_step, share=share, optimizer_split=split
+    )
+    assert redundant.keys() <= (REDUNDANT if split != "cpu" else set()), redundant
+    if CLAIM in last:
+        assert last[CLAIM] not in redundant.get(CLAIM, []), "the last time, within a step"
+
+
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.8, marks=pytest.mark.slow), 6.0], ids=["some-at-home", "on-the-device"]
+)
+def test_every_wait_of_declared_micro_steps_counts(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(lambda: Decoder(layers=1), next_token_loss, accumulate=2, steps=3)
+    redundant, _ = _redundant(job, monkeypatch, share=share, optimizer_split="cpu", accumulate=2)
+    assert not redundant
+
+
+def _redundant(
+    job: Job, monkeypatch: pytest.MonkeyPatch, *, some: bool = False, **options: Any
+) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """The waits of a step that may be left out, by place, and the last of each place."""
     expected = plain(job)
-    options = {"async_step": async_step, "share": share, "optimizer_split": split}
     complete, driver = _run(job, monkeypatch, None, **options)
     assert_same(expected, complete)
     assert driver.waits > 3
     numbers: Iterable[int] = range(driver.waits)
     last = {site: number for number, site in enumerate(driver.sites)}
-    if split != "cpu":  # a ring takes the same few ways again and again: the first and the last time of each
+    if some:  # a ring takes the same few ways again and again: the first and the last time of each
         first = {site: number for number, site in reversed(list(enumerate(driver.sites)))}
         numbers = sorted({*first.values(), *last.values()})
     redundant: dict[str, list[int]] = {}
@@ -140,7 +160,4 @@ def test_every_wait_counts(
         except (RaceError, DriverError, AssertionError):
             continue
         redundant.setdefault(driver.forgotten, []).append(number)
-    allowed = REDUNDANT if split != "cpu" else set()
-    assert redundant.keys() <= allowed, redundant
-    if CLAIM in last:
-        assert last[CLAIM] not in redundant.get(CLAIM, []), "the last time, within a step"
+    return redundant, last

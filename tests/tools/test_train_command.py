@@ -32,6 +32,7 @@ from .conftest import SMALL, Command
         ["--device-memory", "1MiB"],
         ["--dtype", "bf16"],
         ["--dtype", "bf16", "--accumulate", "2", "--tied", "--checkpointing"],
+        ["--dtype", "bf16", "--accumulate", "3", "--accumulate-dtype", "fp32", "--tied"],
     ],
     ids=lambda arguments: " ".join(arguments) or "defaults",
 )
@@ -96,6 +97,8 @@ def test_what_is_shown_is_plain_lines_where_there_is_no_terminal(
     assert "EMULATED" in outcome.out
     assert "bytes a parameter" in outcome.out
     assert len(re.findall(r"^ +step \d/3 +loss \d", outcome.out, re.MULTILINE)) == 6  # ours, and plain PyTorch's
+    assert re.search(r"busy [\d.]+ \(\d+%\), exposed optimizer [\d.]+ .*, exposed copies [\d.]+", outcome.out)
+    assert len(re.findall(r"^  host .* bytes a parameter", outcome.out, re.MULTILINE)) == 2
     for label in ("budget", "host", "loss", "iteration", "device", "moved", "verify"):
         assert re.search(rf"^  {label} ", outcome.out, re.MULTILINE)
 
@@ -146,6 +149,13 @@ def _check_summary(content: dict[str, Any]) -> None:
     assert summary["iteration_s"] == pytest.approx(sum(timed) / 2)
     assert summary["tokens_per_second"] == pytest.approx(64 / summary["iteration_s"])
     assert summary["device_peak_bytes"] == report["device_peak"] == samples[-1]["device_peak_bytes"]
+    assert 16 <= summary["host_bytes_per_parameter"] < 17
+    assert summary["dram_bytes_per_step"] >= 28 * report["parameters"]
+    times = summary["device_iteration"]
+    parts = times["busy_s"] + times["exposed_optimizer_s"] + times["exposed_copy_s"]
+    assert parts == pytest.approx(times["total_s"])
+    assert times["total_s"] > 0
+    assert times["busy_share"] == pytest.approx(times["busy_s"] / times["total_s"])
     assert (summary["loss_first"], summary["loss_last"]) == (samples[0]["loss"], samples[-1]["loss"])
     assert summary["verify"]["identical"] is True
     assert summary["verify"]["losses"] == 10

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 
@@ -37,11 +38,19 @@ class UpdateRoom:
         A smaller ring is not worth having.
     resident : tuple of int
         State and gradients of each layer that may live on the device; 0 for one that may not.
+    summed : tuple of int
+        Gradients of each layer that may be summed on the device; empty where a step has one micro-step.
     """
 
     streaming: int = 0
     least: int = 0
     resident: tuple[int, ...] = ()
+    summed: tuple[int, ...] = ()
+
+    @property
+    def wanted(self) -> int:
+        """With room for everything."""
+        return self.streaming + sum(map(max, zip_longest(self.resident, self.summed, fillvalue=0)))
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,8 @@ class Budget:
         Of the ring through which optimizer state is streamed.
     resident : tuple of int
         The layers whose optimizer state and gradients live in the pool.
+    summed : tuple of int
+        The layers of which the gradients alone do.
     together : int
         What the weights that are needed at the same time must have of the pool.
     least, comfortable, wanted : int
@@ -67,6 +78,7 @@ class Budget:
     ring: int
     stream: int
     resident: tuple[int, ...]
+    summed: tuple[int, ...]
     together: int
     least: int
     comfortable: int
@@ -124,22 +136,32 @@ class Budget:
         pool = min(spare, self.wanted) // RING_UNIT * RING_UNIT
         if pool < self.pool + self.smallest_layer:
             return None
-        return replace(self, pool=pool, resident=()).shared()
+        return replace(self, pool=pool).shared()
 
     def shared(self) -> Budget:
-        """With the pool shared: first what weights must have, then the rings, the other weights, and state."""
+        """With the pool shared: first what weights must have, then the rings, the other weights, and state.
+
+        Sums of gradients come before state, as every micro-step is spared two transfers of them, and those of the
+        first layers before weights: they would leave when backward is over and nothing is left to hide it.
+        """
         ring = _ring(self.pool, self.largest_gradient, self.together)
         stream = min(self.room.streaming, self.pool // 8, self.pool - self.together - ring)
         stream = stream // SMALLEST_STREAM * SMALLEST_STREAM
         left = self.pool - ring - stream - self.weights
+        sums: dict[int, int] = {}
+        more = max(left, min(self.pool // 8, self.pool - self.together - ring - stream))
+        for layer, nbytes in enumerate(self.room.summed):
+            if 0 < nbytes <= more:
+                sums[layer] = nbytes
+                left, more = left - nbytes, more - nbytes
         resident = []
         for layer, nbytes in enumerate(self.room.resident):
-            if 0 < nbytes <= left:
+            if 0 < nbytes <= left + sums.get(layer, 0):
                 resident.append(layer)
-                left -= nbytes
+                left -= nbytes - sums.pop(layer, 0)
         if stream < self.room.least or len(resident) == len(self.room.resident):
             stream = 0  # it would not pay, or nothing is left that could use it
-        return replace(self, ring=ring, stream=max(stream, 0), resident=tuple(resident))
+        return replace(self, ring=ring, stream=max(stream, 0), resident=tuple(resident), summed=tuple(sums))
 
 
 def plan_budget(
@@ -173,7 +195,8 @@ def plan_budget(
         Some set of layers does not fit; it names the smallest budget that does.
     """
     gradient = max(
-        (slot.spec.nbytes for layout in layouts for slot in layout.slots if slot.spec.trainable), default=0
+        (slot.spec.gradient_nbytes for layout in layouts for slot in layout.slots if slot.spec.trainable),
+        default=0,
     )
     least_ring = min(_whole_ring(gradient), SMALLEST_RING) if gradient else 0
     worst = max((_room(layouts, group) for group in together), default=(0, ""))
@@ -185,7 +208,7 @@ def plan_budget(
         raise BudgetError(name, available, smallest, reason)
     weights = sum(layout.weight_nbytes for layout in layouts)
     room = room or UpdateRoom()
-    wanted = weights + _whole_ring(gradient) + room.streaming + sum(room.resident)
+    wanted = weights + _whole_ring(gradient) + room.wanted
     arriving = 2 * max(layout.weight_nbytes for layout in layouts)
     comfortable = min(arriving + _whole_ring(gradient) + room.streaming, wanted)
     if pool is not None:
@@ -200,6 +223,7 @@ def plan_budget(
         ring=0,
         stream=0,
         resident=(),
+        summed=(),
         together=worst[0],
         least=smallest,
         comfortable=comfortable,

@@ -11,16 +11,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
 from ...checkpoint import CheckpointReader, TensorFile, TensorSpec, write_checkpoint
 from ...checkpoint.manifest import check_json, runtime_version
 from ...checkpoint.tensorfile import in_file_order
 from ...errors import CheckpointError
-from .fitting import check_fits
+from .fitting import check_fits, saved_state
 from .offload import is_offloaded, runtime_of
 from .pieces import DTYPE_NAMES, DTYPES, Source, as_bytes, is_rounding
-from .state import MOMENTS, ParameterState, check_adam, optimizer_type, persistent_buffers, plain_state
+from .state import (
+    Forms,
+    ParameterState,
+    check_holdable,
+    optimizer_type,
+    persistent_buffers,
+    plain_state,
+)
 
 MODEL, OPTIMIZER = "model", "optimizer"
 ROUNDED = "weight"  # prefix of weights that are not their masters, rounded
@@ -29,7 +36,7 @@ HOW = frozenset({"params", "param_names", "fused", "foreach", "capturable", "dif
 
 
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *, extra: Any = None) -> None:
-    """Save all training state: weights and fp32 masters, buffers, both moments, step numbers, settings.
+    """Save all training state: weights and fp32 masters, buffers, the optimizer's state, its settings.
 
     Tensors are streamed from where they lie: it takes no device memory, and no host memory beyond some MiB.
     Updates under way are waited for.  The folder holds a whole checkpoint at every moment: until the new one is
@@ -53,13 +60,13 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
         It cannot be written, or something cannot be held by a checkpoint; what was saved before is untouched.
     """
     check_json(extra, "extra")
-    check_adam(model, optimizer)
+    check_holdable(model, optimizer)
     buffers = persistent_buffers(model)
     with _state(model, optimizer) as states:
         begun = [state for state in states if state.begun]
         tensors = {
             MODEL: {**_values(states), **buffers},
-            OPTIMIZER: {**dict(_rounded(states)), **dict(_moments(begun))},
+            OPTIMIZER: {**dict(_rounded(states)), **dict(_tensors(begun))},
         }
         content = {
             "memferry": runtime_version(),
@@ -67,7 +74,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
             "optimizer": {
                 "type": optimizer_type(optimizer),
                 "groups": _groups(optimizer, states),
-                "steps": {state.name: state.steps for state in begun},
+                **_optimizer_values(optimizer, begun),
             },
             "extra": extra,
         }
@@ -101,7 +108,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -
     OffloadError
         A tensor still aliases a weight's device memory.  Nothing was changed.
     """
-    check_adam(model, optimizer)
+    check_holdable(model, optimizer)
     buffers = persistent_buffers(model)
     with CheckpointReader(Path(path)) as reader:
         with _state(model, optimizer) as states:
@@ -109,7 +116,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -
             reader.verify()
         with _state(model, optimizer, write=True) as states, _half_done():
             _load_model(reader, states, buffers)
-            _load_moments(reader, states)
+            _load_optimizer(reader, states)
         _load_groups(optimizer, reader.content["optimizer"]["groups"])
         return reader.content["extra"]
 
@@ -137,11 +144,19 @@ def _rounded(states: list[ParameterState]) -> Iterator[tuple[str, torch.Tensor]]
             yield f"{ROUNDED}.{state.name}", state.weight
 
 
-def _moments(begun: list[ParameterState]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(begun: list[ParameterState]) -> Iterator[tuple[str, torch.Tensor]]:
     for state in begun:
         if state.optimizer is not None:
-            for key, moment in state.optimizer.moments().items():
-                yield f"{key}.{state.name}", moment
+            for key, tensor in state.optimizer.tensors().items():
+                yield f"{key}.{state.name}", tensor
+
+
+def _optimizer_values(optimizer: Optimizer, begun: list[ParameterState]) -> dict[str, Any]:
+    """The state that is no tensor; of other optimizers than Adam also which tensors there are."""
+    held = {state.name: state.optimizer for state in begun if state.optimizer is not None}
+    if isinstance(optimizer, Adam):
+        return {"steps": {name: mine.values()["step"] for name, mine in held.items()}}
+    return {"state": {name: [list(mine.tensors()), mine.values()] for name, mine in held.items()}}
 
 
 def _file(kind: str, named: dict[str, torch.Tensor]) -> TensorFile:
@@ -207,17 +222,20 @@ def _load_model(reader: CheckpointReader, states: list[ParameterState], buffers:
 
 
 @torch.no_grad()
-def _load_moments(reader: CheckpointReader, states: list[ParameterState]) -> None:
-    steps = reader.content["optimizer"]["steps"]
+def _load_optimizer(reader: CheckpointReader, states: list[ParameterState]) -> None:
+    saved, tensors = saved_state(reader.content["optimizer"]), reader.tensors(OPTIMIZER)
     for state in states:
         if state.optimizer is None:
             continue
-        if state.name not in steps:
+        if state.name not in saved:
             state.optimizer.clear()
             continue
-        moments = state.optimizer.begin(steps[state.name])
-        for key in MOMENTS:
-            _source(reader, OPTIMIZER, f"{key}.{state.name}").fill(moments[key])
+        keys, values = saved[state.name]
+        specs = {key: tensors[f"{key}.{state.name}"] for key in keys}
+        forms: Forms = {key: (DTYPES[spec.dtype], spec.shape) for key, spec in specs.items()}
+        live = state.optimizer.begin(forms, values)
+        for key, spec in specs.items():
+            _source(reader, OPTIMIZER, spec.name).fill(live[key])
 
 
 def _load_groups(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -19,9 +19,19 @@ ParameterInit = Callable[[nn.Module], None]
 
 
 def plan_layouts(
-    cuts: Sequence[Cut], updated: set[nn.Parameter], compute_dtype: torch.dtype | None
+    cuts: Sequence[Cut],
+    updated: Mapping[nn.Parameter, tuple[str, ...]],
+    compute_dtype: torch.dtype | None,
+    gradient_dtype: torch.dtype | None = None,
 ) -> tuple[list[LayerLayout], list[list[Geometry]]]:
     """Where every parameter will lie.
+
+    Parameters
+    ----------
+    updated : mapping of Parameter to tuple of str
+        What the optimizer keeps for each element of the parameters that it updates.
+    compute_dtype, gradient_dtype : torch.dtype or None
+        Of weights, and of summed gradients; by default each parameter's own, and that of its weight.
 
     Raises
     ------
@@ -30,7 +40,7 @@ def plan_layouts(
     """
     layouts, geometries = [], []
     for cut in cuts:
-        forms = [_geometry(name, parameter, compute_dtype) for name, parameter in cut.parameters]
+        forms = [_geometry(name, parameter, compute_dtype, gradient_dtype) for name, parameter in cut.parameters]
         specs = [
             ParameterSpec(
                 name=name,
@@ -39,6 +49,8 @@ def plan_layouts(
                 trainable=parameter.requires_grad,
                 updated=parameter.requires_grad and parameter in updated,
                 master=form.dtype is not torch.float32,
+                gradient_itemsize=form.gradient_dtype.itemsize,
+                state=updated.get(parameter, ()),
             )
             for (name, parameter), form in zip(cut.parameters, forms, strict=True)
         ]
@@ -47,7 +59,9 @@ def plan_layouts(
     return layouts, geometries
 
 
-def _geometry(name: str, parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> Geometry:
+def _geometry(
+    name: str, parameter: nn.Parameter, compute_dtype: torch.dtype | None, gradient_dtype: torch.dtype | None
+) -> Geometry:
     dtype = parameter.dtype
     if compute_dtype is not None and dtype.is_floating_point:
         dtype = compute_dtype
@@ -57,7 +71,7 @@ def _geometry(name: str, parameter: nn.Parameter, compute_dtype: torch.dtype | N
         stride = torch.empty(parameter.shape, device="meta").stride()
     else:
         stride = parameter.stride()
-    return Geometry(dtype, tuple(parameter.shape), tuple(stride))
+    return Geometry(dtype, tuple(parameter.shape), tuple(stride), gradient_dtype or dtype)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

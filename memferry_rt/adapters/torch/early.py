@@ -19,14 +19,14 @@ from memferry_allocator.driver import Bracket
 from memferry_allocator.sizes import align_up
 
 from ...device_update import ITEMSIZE
-from ...layout import ALIGNMENT, LayerLayout
+from ...layout import ALIGNMENT, MOMENTS, LayerLayout
 from ...native import AdamKernel, AdamOperands, AdamSettings, NativeBatch, NativeCalls, load_gradient_kernels
 from ...speculation import Speculation
 from ...updates import UpdateQueue
-from .gradients import GradientSlot
+from .adam_state import AdamPatch
+from .gradient_slot import GradientSlot
 from .layer import LayerState
-from .optimizer import MOMENTS, OptimizerPatch
-from .update import NATIVE_CHUNK, LayerUpdate, cut_work
+from .update import NATIVE_CHUNK, AdamUpdate, cut_work
 
 
 @dataclass(eq=False)
@@ -115,8 +115,8 @@ class EarlyUpdates:
     Parameters
     ----------
     driver : Driver
-    plans : mapping of LayerState to LayerUpdate
-    patch : OptimizerPatch
+    plans : mapping of LayerState to AdamUpdate
+    patch : AdamPatch
     queue : UpdateQueue
         Of native calls.
     kernel : AdamKernel
@@ -127,8 +127,8 @@ class EarlyUpdates:
     def __init__(
         self,
         driver: Driver,
-        plans: Mapping[LayerState, LayerUpdate],
-        patch: OptimizerPatch,
+        plans: Mapping[LayerState, AdamUpdate],
+        patch: AdamPatch,
         queue: UpdateQueue,
         kernel: AdamKernel,
         slots: Sequence[GradientSlot],
@@ -241,7 +241,6 @@ class EarlyUpdates:
         layer: LayerState,
         indices: set[int],
         settings: list[AdamSettings],
-        steps: Mapping[int, torch.Tensor],
         scale: float,
     ) -> bool:
         """Whether the layer has an update made from exactly this; one made from something else is dropped."""
@@ -249,6 +248,7 @@ class EarlyUpdates:
         early = self._early.get(layer)
         if early is None:
             return False
+        steps = {index: self._patch.next_count(layer.parameters[index]) for index in indices}
         same = indices == set(early.basis.steps) and early.basis == self._basis(layer, indices, settings, steps)
         if scale == 1.0 and same and self._over(early):
             return True

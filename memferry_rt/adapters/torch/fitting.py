@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 
 from ...checkpoint import CheckpointReader, TensorSpec
 from ...errors import CheckpointError
+from ...layout import MOMENTS
 from .pieces import DTYPES
-from .state import MOMENTS, ParameterState, optimizer_type
+from .state import ParameterState, optimizer_type
 
 
 def check_fits(
@@ -31,7 +32,7 @@ def check_fits(
     differences = [
         *_model_differences(reader.tensors("model"), states, buffers),
         *_optimizer_differences(content, states, optimizer),
-        *_moment_differences(content["steps"], reader.tensors("optimizer"), states),
+        *_state_differences(saved_state(content), reader.tensors("optimizer"), states),
     ]
     if differences:
         more = f" (and {len(differences) - 1} more differences)" if len(differences) > 1 else ""
@@ -77,15 +78,33 @@ def _optimizer_differences(
             yield f"{min(differing)} is in parameter group {number} of only one of the two"
 
 
-def _moment_differences(
-    steps: dict[str, float], tensors: dict[str, TensorSpec], states: list[ParameterState]
+def saved_state(content: dict[str, Any]) -> dict[str, tuple[Sequence[str], dict[str, Any]]]:
+    """For each parameter that has optimizer state in a checkpoint: the names of its tensors, and its values.
+
+    Parameters
+    ----------
+    content : dict
+        What the manifest says of the optimizer.
+    """
+    if "steps" in content:  # Adam's
+        return {name: (MOMENTS, {"step": step}) for name, step in content["steps"].items()}
+    return {name: (keys, values) for name, (keys, values) in content["state"].items()}
+
+
+def _state_differences(
+    saved: dict[str, tuple[Sequence[str], dict[str, Any]]],
+    tensors: dict[str, TensorSpec],
+    states: list[ParameterState],
 ) -> Iterator[str]:
-    shapes = {state.name: tuple(state.value.shape) for state in states if state.optimizer is not None}
-    for name in steps:
-        if name not in shapes:
+    mine = {state.name: state for state in states if state.optimizer is not None}
+    for name, (keys, _) in saved.items():
+        if name not in mine:
             yield f"{name} was trained in it and is not trained here"
             continue
-        for key in MOMENTS:
-            moment = tensors.get(f"{key}.{name}")
-            if moment is None or moment.shape != shapes[name]:
-                yield f"its {key} of {name} has not the shape {shapes[name]}"
+        shape, optimizer = tuple(mine[name].value.shape), mine[name].optimizer
+        for key in keys:
+            tensor = tensors.get(f"{key}.{name}")
+            if tensor is None:
+                yield f"it has no {key} of {name}"
+            elif optimizer is not None and key in optimizer.shaped and tensor.shape != shape:
+                yield f"its {key} of {name} has not the shape {shape}"

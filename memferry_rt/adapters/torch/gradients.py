@@ -3,7 +3,8 @@
 A gradient that autograd has made is copied into a small ring in device memory, in the compute stream's order,
 and from there home, on the copy stream.  Autograd's own tensor is free again at once.  After backward, a
 parameter's ``grad`` is a view of the gradient's home: host pages, as the device sees them.  The gradients of a
-layer whose optimizer state lives on the device are at home there, and never leave.
+layer whose optimizer state lives on the device are at home there, and never leave; those of a layer that only
+sums them there leave when their sum is complete.
 
 Whoever keeps a ``grad`` that is no longer its parameter's keeps its values, as in PyTorch: before a home is
 written to anew, a tensor object over it that somebody else holds gets memory of its own.
@@ -11,9 +12,8 @@ written to anew, a tensor object over it that somebody else holds gets memory of
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,62 +25,9 @@ from memferry_allocator import Direction, Driver, Event, Span, Stream
 from memferry_allocator.driver import Bracket
 from memferry_transport import TransferEngine
 
-from ...errors import UnsupportedError
 from ...staging import StagingRing
+from .gradient_slot import GradientSlot, accumulation, lies_alike, norm_of, storage_of
 from .layer import LayerState
-
-
-@dataclass(eq=False)
-class GradientSlot:
-    """One parameter's gradient: its place, and what is known of it in this iteration.
-
-    Attributes
-    ----------
-    home : Tensor
-        Over the memory where the gradient belongs: host pages, or the device's where the layer is resident.
-    span : Span
-        That memory: a host address, or a device pointer.
-    arriving : bool
-        Whether autograd is putting a new gradient into ``parameter.grad``.
-    partial : Tensor or None
-        What earlier micro-steps have summed, meanwhile.
-    leaving : Event or None
-        Until when its copy home is under way.
-    norm : Tensor or None
-        Its fp64 2-norm, a scalar on the device.
-    version : int
-        The version of `home` that `norm` belongs to.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    layer: LayerState
-    index: int
-    home: torch.Tensor = field(init=False)
-    span: Span = field(init=False)
-    arriving: bool = False
-    partial: torch.Tensor | None = None
-    leaving: Event | None = None
-    norm: torch.Tensor | None = None
-    version: int = -1
-
-    _own_references: tuple[int, int] = (0, 0)
-
-    def rehome(self, span: Span) -> None:
-        """The gradient belongs where its layer says now."""
-        self.home = self.layer.gradient_home(self.index)  # in no local variable, which would count
-        self.span, self.version = span, -1
-        self._own_references = self._references()
-
-    @property
-    def held(self) -> bool:
-        """Whether somebody outside holds `home`, be it as the ``grad`` of a parameter."""
-        counts = zip(self._references(), self._own_references, strict=True)
-        return any(now > own for now, own in counts)
-
-    def _references(self) -> tuple[int, int]:
-        """References to `home` as a Python object, and from within PyTorch."""
-        return sys.getrefcount(self.home), self.home._use_count()  # type: ignore[attr-defined]
 
 
 @dataclass(eq=False)
@@ -107,8 +54,13 @@ class GradientFlow:
         Told that gradients of a layer are about to change; blocks until no update reads them any more.
     arrived : callable
         Told that a gradient is on its way home, where it stays until `settle` is called.
+    wait : callable
+        Lets a stream wait for the event of a copy.
     ring_tensor : callable
         A uint8 tensor over a span of device memory.
+    accumulate : int
+        Micro-steps of a step.  What fewer have summed is not complete: `arrived` is not told of it, and it stays
+        on the device where it has a home there.
     """
 
     def __init__(
@@ -119,14 +71,18 @@ class GradientFlow:
         stream: Callable[[], Stream],
         settle: Callable[[LayerState], None],
         arrived: Callable[[GradientSlot], None],
+        wait: Callable[[Stream, Event], None],
         ring_tensor: Callable[[Span], torch.Tensor],
+        accumulate: int = 1,
     ) -> None:
         self._driver = driver
         self._engine = engine
         self._stream = stream
         self._settle = settle
         self._arrived = arrived
+        self._wait = wait
         self._ring_tensor = ring_tensor
+        self._accumulate = accumulate
         self._ring: StagingRing | None = None
         self._lane = engine.lane(Direction.DEVICE_TO_HOST)
         self._homes: dict[LayerState, _LayerHome] = {}
@@ -140,10 +96,8 @@ class GradientFlow:
     # -- set-up ---------------------------------------------------------------------------------------
     def attach(self, name: str, parameter: nn.Parameter, layer: LayerState, index: int) -> GradientSlot:
         """Take over a parameter's gradient; the order of calls is the order of the norm."""
-        offset = layer.layout.slots[index].gradient
-        span = Span(layer.gradient_span.ptr + offset, layer.layout.slots[index].spec.nbytes)
         slot = GradientSlot(name, parameter, layer, index)
-        slot.rehome(span)
+        slot.rehome(slot.host_span)
         self.slots.append(slot)
         self._homes.setdefault(layer, _LayerHome(layer.gradient_span)).slots.append(slot)
 
@@ -164,8 +118,8 @@ class GradientFlow:
                 me._arrive(slot)
 
         # A hook on the parameter itself would also run for `autograd.grad`, and before hooks that may fail.
-        accumulation = self._accumulations[slot] = _accumulation(parameter)
-        self._handles.append(accumulation.register_prehook(before))
+        node = self._accumulations[slot] = accumulation(parameter)
+        self._handles.append(node.register_prehook(before))
         earlier = list(parameter._post_accumulate_grad_hooks or ())
         self._handles.append(parameter.register_post_accumulate_grad_hook(after))
         hooks = parameter._post_accumulate_grad_hooks
@@ -183,8 +137,9 @@ class GradientFlow:
             home.bracket = None
         for slot in home.slots:
             self._let_go(slot)
-        home.on_device = layer.residence is not None
-        home.span = layer.gradient_span if layer.residence is None else layer.residence.gradient_span
+        slab = layer.gradients_on_device
+        home.on_device = slab is not None
+        home.span = layer.gradient_span if slab is None else slab.span
         for slot in home.slots:
             old, unchanged = slot.home, slot.version == slot.home._version
             present = slot.parameter.grad is old
@@ -193,7 +148,7 @@ class GradientFlow:
             if present:
                 with torch.no_grad(), self._writes_home(slot, "move of"):
                     slot.home.copy_(old)
-                slot.parameter.grad = slot.home
+                slot.show(slot.home)
                 slot.version = slot.home._version if unchanged else -1
 
     def use_ring(self, ring: StagingRing | None) -> None:
@@ -217,20 +172,24 @@ class GradientFlow:
         gradient, partial = parameter.grad, slot.partial
         slot.arriving, slot.partial = False, None
         assert gradient is not None
-        self._refuse_odd(slot, gradient)
+        slot.refuse_odd(gradient)
         stream = self._stream()
         home = self._homes[slot.layer]
         self._settle(slot.layer)
+        slot.micro_steps = 1 if partial is None else slot.micro_steps + 1
+        complete = slot.micro_steps >= self._accumulate
+        gradient = slot.widened(gradient)
         if partial is not None:
             self._add(slot, gradient, partial, stream)
         if partial is not slot.home:
             self._let_go(slot)
-        slot.norm = _norm(gradient)
-        self._send(slot, home, gradient, stream)
-        parameter.grad = slot.home
-        slot.version = slot.home._version
+        slot.norm = norm_of(gradient) if complete else None
+        self._send(slot, home, gradient, stream, complete=complete)
+        slot.show(slot.home)
+        slot.version = slot.home._version if complete else -1
         home.fresh = True
-        self._arrived(slot)
+        if complete:
+            self._arrived(slot)
         if len(slot.parameter._post_accumulate_grad_hooks) > 1:
             self.finish()  # somebody else's hook may read it next
         else:
@@ -243,21 +202,29 @@ class GradientFlow:
             gradient.add_(partial)
             return
         if slot.leaving is not None:  # this very backward has sent it away a moment ago
-            stream.wait(slot.leaving)
+            self._wait(stream, slot.leaving)
+            slot.leaving = None
         reads = [self._home_span(slot)]
         with self._driver.launch(stream, reads=reads, label=f"add to {slot.name}"):
             gradient.add_(partial)
 
-    def _send(self, slot: GradientSlot, home: _LayerHome, gradient: torch.Tensor, stream: Stream) -> None:
+    def _send(
+        self, slot: GradientSlot, home: _LayerHome, gradient: torch.Tensor, stream: Stream, *, complete: bool
+    ) -> None:
         if home.bracket is not None:
             home.bracket.end()
             home.bracket = None
         if home.on_device:
+            if slot.leaving is not None:  # this very backward has delivered it a moment ago
+                self._wait(stream, slot.leaving)
+                slot.leaving = None
             with self._writes_home(slot, "gradient of"):
                 slot.home.copy_(gradient)
+            if complete and slot.layer.sums is not None:
+                self._deliver(slot, stream)
             return
         assert self._ring is not None
-        flat = _in_memory_order(gradient, slot)
+        flat = slot.flat(gradient)
         itemsize = flat.element_size()
         for piece in self._ring.pieces(slot.span.nbytes, stream):
             segment = self._segment(piece.span, flat.dtype)
@@ -272,6 +239,14 @@ class GradientFlow:
                 stream=self._lane,
             )
             self._ring.leaving(piece, transfer.event)
+            slot.leaving = self._last = transfer.event
+
+    def _deliver(self, slot: GradientSlot, stream: Stream) -> None:
+        """Send a gradient that is at home on the device to where the CPU's update reads it."""
+        slot.delivered = slot.home._version
+        if slot.span.nbytes:
+            self._lane.wait(stream.record())
+            transfer = self._engine.copy(slot.host_span, slot.span, Direction.DEVICE_TO_HOST, stream=self._lane)
             slot.leaving = self._last = transfer.event
 
     def _segment(self, span: Span, dtype: torch.dtype) -> torch.Tensor:
@@ -293,7 +268,7 @@ class GradientFlow:
         self._graph_task = -1
         stream = self._stream()
         if self._last is not None:
-            stream.wait(self._last)
+            self._wait(stream, self._last)
             self._last = None
         for layer, home in self._homes.items():
             if home.fresh:
@@ -324,6 +299,8 @@ class GradientFlow:
             Something has changed gradients without counting their versions up; no norm is valid any more.
         """
         self.finish()
+        for slot in self.slots:
+            slot.micro_steps = 0
         present = [slot for slot in self.slots if slot.parameter.grad is not None]
         self._separate(present)
         for slot in present:
@@ -334,9 +311,22 @@ class GradientFlow:
             with torch.no_grad():
                 if gradient is not slot.home:
                     self._take_over(slot, gradient)
-                slot.norm = _norm(slot.home)
+                slot.norm = norm_of(slot.home)
             slot.version = slot.home._version
         return present
+
+    def deliver(self, present: Sequence[GradientSlot], *, changed_unseen: bool = False) -> None:
+        """Send home what is summed on the device and not yet there as it is, after `end_use`."""
+        stream = self._stream()
+        sent = []
+        for slot in present:
+            if slot.layer.sums is not None and (changed_unseen or slot.delivered != slot.home._version):
+                self._settle(slot.layer)
+                self._deliver(slot, stream)
+                sent.append(slot)
+        self.finish()
+        for slot in sent:
+            slot.leaving = None
 
     def _separate(self, present: list[GradientSlot]) -> None:
         """Gradients that lie in the home of another, or otherwise in their own, get memory of their own.
@@ -347,16 +337,16 @@ class GradientFlow:
         if not foreign:
             return
         owners = {id(slot.home): slot for slot in self.slots}
-        storages = {_storage(slot.home) for slot in self.slots}
+        storages = {storage_of(slot.home) for slot in self.slots}
         for slot in foreign:
             gradient = slot.parameter.grad
             assert gradient is not None
-            self._refuse_odd(slot, gradient)
+            slot.refuse_odd(gradient)
             owner = owners.get(id(gradient))
             if owner is not None and owner.home is gradient:
                 self._settle(owner.layer)
                 self._let_go(owner)
-            elif _storage(gradient) in storages and not _lies_alike(gradient, slot.home):
+            elif storage_of(gradient) in storages and not lies_alike(gradient, slot.home):
                 gradient.data = gradient.detach().clone()
 
     @torch.no_grad()
@@ -370,12 +360,12 @@ class GradientFlow:
             slot.parameter.grad = None
         held, old = slot.held, slot.home
         if present:
-            slot.parameter.grad = old
+            slot.show(old)
         if not held:
             return
         stream = self._stream()
         if slot.leaving is not None:
-            stream.wait(slot.leaving)
+            self._wait(stream, slot.leaving)
         with torch.inference_mode(False), torch.no_grad():
             if self._homes[slot.layer].bracket is not None:
                 own = old.to(device or old.device, copy=True)
@@ -383,7 +373,7 @@ class GradientFlow:
                 reads = [self._home_span(slot)]
                 with self._driver.launch(stream, reads=reads, label=f"kept gradient of {slot.name}"):
                     own = old.to(device or old.device, copy=True)
-            if slot.layer.residence is None:
+            if not self._homes[slot.layer].on_device:
                 slot.layer.gradients[slot.index] = old.data
             old.data = own
         slot.rehome(slot.span)
@@ -408,47 +398,3 @@ class GradientFlow:
     def _device_span(self, span: Span) -> Span:
         pointer = self._driver.host_device_pointer(span.ptr, self._engine.device)
         return Span(pointer, span.nbytes)
-
-    @staticmethod
-    def _refuse_odd(slot: GradientSlot, gradient: torch.Tensor) -> None:
-        if gradient.layout is not torch.strided:
-            raise UnsupportedError(
-                f"{slot.name}: its gradient is {gradient.layout}; sparse gradients are not supported, "
-                "build the embedding with sparse=False"
-            )
-        if gradient.requires_grad:
-            raise UnsupportedError(
-                f"{slot.name}: its gradient requires a gradient itself; backward(create_graph=True) is not "
-                "supported by an offloaded model"
-            )
-
-
-def _norm(gradient: torch.Tensor) -> torch.Tensor:
-    """The fp64 2-norm, without a copy of the gradient in fp64."""
-    return torch._foreach_norm([gradient], 2, dtype=torch.float64)[0]
-
-
-def _accumulation(parameter: nn.Parameter) -> Any:
-    """The node with which autograd accumulates into a parameter's ``grad``."""
-    with torch.inference_mode(False), torch.enable_grad():
-        made = parameter.expand_as(parameter).grad_fn
-    assert made is not None
-    return made.next_functions[0][0]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _lies_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    forms = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (one, other)]
-    return forms[0] == forms[1]
-
-
-def _in_memory_order(gradient: torch.Tensor, slot: GradientSlot) -> torch.Tensor:
-    """The gradient's elements, flat, in the order in which its home holds them."""
-    form = slot.layer.geometry[slot.index]
-    if gradient.stride() != form.stride or gradient.dtype != form.dtype:
-        fitting = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=gradient.device)
-        gradient = fitting.copy_(gradient)
-    return gradient.as_strided((gradient.numel(),), (1,))

@@ -22,21 +22,28 @@ ViewKey = tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a parameter lies in its slab."""
+    """How a parameter lies in its slab, and its gradient alike, in a dtype of its own."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    gradient_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class DeviceSlab:
+    """Device memory, and a tensor of its bytes."""
+
+    span: Span
+    tensor: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Residence:
-    """Device memory that is the home of a layer's optimizer state and gradients, as bytes."""
+    """Device memory that is the home of a layer's optimizer state and gradients."""
 
-    state_span: Span
-    gradient_span: Span
-    state: torch.Tensor
-    gradient: torch.Tensor
+    state: DeviceSlab
+    gradient: DeviceSlab
 
 
 class DeviceViews:
@@ -80,6 +87,8 @@ class LayerState:
         Where in device memory it was used last.
     residence : Residence or None
         Where its optimizer state and gradients are at home in device memory; None while that is host memory.
+    sums : DeviceSlab or None
+        Where its gradients alone are at home in device memory; its update is made of what is sent to host memory.
     host_weights, gradients : list of Tensor
         In the parameters' shapes, over host pages as the device sees them; `gradients` has None for
         parameters that get none.
@@ -101,6 +110,7 @@ class LayerState:
         self._offsets = [slot.weight for slot in layout.slots]
         self.current: DeviceViews | None = None
         self.residence: Residence | None = None
+        self.sums: DeviceSlab | None = None
         self._factory = factory
         self._arena = arena
         self._places: OrderedDict[int, DeviceViews] = OrderedDict()
@@ -108,11 +118,13 @@ class LayerState:
         self.gradient_span = arena.cut(layout.gradient_nbytes)
         self.state_span = self._state_slab = arena.cut(layout.state_nbytes)
         self.host_weights = [
-            self._mapped(arena, self.weight_span, slot, slot.weight, form)
+            self._mapped(arena, Span(self.weight_span.ptr + slot.weight, slot.spec.nbytes), form, form.dtype)
             for slot, form in zip(layout.slots, geometry, strict=True)
         ]
         self.gradients = [
-            self._mapped(arena, self.gradient_span, slot, slot.gradient, form) if slot.spec.trainable else None
+            self._mapped(arena, self.gradient_place(slot), form, form.gradient_dtype)
+            if slot.spec.trainable
+            else None
             for slot, form in zip(layout.slots, geometry, strict=True)
         ]
         self._cpu = {
@@ -138,25 +150,34 @@ class LayerState:
 
     def cpu_gradient(self, index: int) -> torch.Tensor:
         slot = self.layout.slots[index]
-        return self.cpu("gradient", slot.gradient, self.geometry[index].dtype, slot.spec.numel)
+        return self.cpu("gradient", slot.gradient, self.geometry[index].gradient_dtype, slot.spec.numel)
+
+    @property
+    def gradients_on_device(self) -> DeviceSlab | None:
+        """The device memory where its gradients are at home, if they are."""
+        return self.sums if self.residence is None else self.residence.gradient
+
+    def gradient_place(self, slot: Slot) -> Span:
+        """Where a gradient lies in host memory."""
+        return Span(self.gradient_span.ptr + slot.gradient, slot.spec.gradient_nbytes)
 
     def cpu_state(self, index: int, kind: str) -> torch.Tensor:
-        """Flat fp32 state of a parameter: "master", "exp_avg" or "exp_avg_sq".
+        """Flat fp32 state of a parameter: "master", or by the name that it has in ``optimizer.state``.
 
         The master of a parameter whose compute dtype is fp32 is the weight itself.
         """
         slot = self.layout.slots[index]
         if kind == "master" and not slot.spec.master:
             return self.cpu_weight(index)
-        return self.cpu("state", getattr(slot, kind), torch.float32, slot.spec.numel)
+        return self.cpu("state", _place_of(slot, kind), torch.float32, slot.spec.numel)
 
     def state(self, index: int, kind: str) -> torch.Tensor:
         """Flat fp32 state of a parameter where it is at home; kinds as for `cpu_state`."""
         slot = self.layout.slots[index]
         if self.residence is None or (kind == "master" and not slot.spec.master):
             return self.cpu_state(index, kind)
-        start = getattr(slot, kind)
-        return self.residence.state[start : start + slot.spec.numel * 4].view(torch.float32)
+        start = _place_of(slot, kind)
+        return self.residence.state.tensor[start : start + slot.spec.numel * 4].view(torch.float32)
 
     def move_state(self, span: Span) -> Span:
         """Host memory that holds the optimizer state from now on; returns what held it before, in full."""
@@ -168,9 +189,11 @@ class LayerState:
     def gradient_home(self, index: int) -> torch.Tensor:
         """Where a parameter's gradient belongs, in the parameter's shape."""
         slot, form = self.layout.slots[index], self.geometry[index]
-        if self.residence is not None:
+        base = self.gradients_on_device
+        if base is not None:
             with torch.inference_mode(False):
-                return shaped(self.residence.gradient, slot.gradient, form.dtype, form.shape, form.stride)
+                view = shaped(base.tensor, slot.gradient, form.gradient_dtype, form.shape, form.stride)
+            return view.data  # with a version of its own
         home = self.gradients[index]
         assert home is not None
         return home
@@ -183,11 +206,13 @@ class LayerState:
     def on_host(self, slab: str, index: int, arena: HostArena) -> torch.Tensor:
         """A parameter's "weight" or "gradient" as a CPU tensor with a storage of its own, over the host pages."""
         slot, form = self.layout.slots[index], self.geometry[index]
-        if slot.spec.nbytes == 0:
-            return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="cpu")
-        base = (self.weight_span if slab == "weight" else self.gradient_span).ptr + getattr(slot, slab)
-        flat = self._factory.host(arena, Span(base, slot.spec.nbytes))
-        return shaped(flat, 0, form.dtype, form.shape, form.stride)
+        if slab == "weight":
+            span, dtype = Span(self.weight_span.ptr + slot.weight, slot.spec.nbytes), form.dtype
+        else:
+            span, dtype = self.gradient_place(slot), form.gradient_dtype
+        if span.nbytes == 0:
+            return torch.empty_strided(form.shape, form.stride, dtype=dtype, device="cpu")
+        return shaped(self._factory.host(arena, span), 0, dtype, form.shape, form.stride)
 
     def views_at(self, ptr: int) -> DeviceViews:
         """The layer's weights as tensors at a place in the device pool."""
@@ -220,12 +245,13 @@ class LayerState:
         """Whether somebody outside has a tensor over the layer's present device memory."""
         return self.current is not None and self.current.held
 
-    def _mapped(self, arena: HostArena, slab: Span, slot: Slot, offset: int, form: Geometry) -> torch.Tensor:
+    def _mapped(self, arena: HostArena, span: Span, form: Geometry, dtype: torch.dtype) -> torch.Tensor:
         # A storage of its own for every parameter: torch.save of one must not write the whole slab.
-        if slot.spec.nbytes == 0:
-            return torch.empty_strided(
-                form.shape, form.stride, dtype=form.dtype, device=self._factory.torch_device
-            )
-        span = Span(slab.ptr + offset, slot.spec.nbytes)
+        if span.nbytes == 0:
+            return torch.empty_strided(form.shape, form.stride, dtype=dtype, device=self._factory.torch_device)
         with torch.inference_mode(False):
-            return shaped(self._factory.mapped(arena, span), 0, form.dtype, form.shape, form.stride)
+            return shaped(self._factory.mapped(arena, span), 0, dtype, form.shape, form.stride)
+
+
+def _place_of(slot: Slot, kind: str) -> int:
+    return slot.master if kind == "master" else slot.state[kind]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from memferry_allocator import Direction, Driver, Mode, Place, ShadowSpace, Stream
+from memferry_allocator import Direction, Driver, Event, Mode, Place, ShadowSpace, Stream
 from memferry_transport import TransferEngine
 
 from ...cache import LayerCache
@@ -34,6 +34,8 @@ class DeviceMemory:
         Whether a layer's update is over, without blocking.
     moved : callable
         Told of a layer whose optimizer state and gradients have another home now.
+    wait : callable
+        Lets a stream wait for the event of a copy.
     update : DeviceUpdate or None
         The kernel that state is streamed through.
 
@@ -46,7 +48,7 @@ class DeviceMemory:
     streaming : StateStream or None
         What optimizer state is updated through.
     residents : Residents
-        Layers whose state lives in the pool.
+        Layers whose state, or gradients alone, live in the pool.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class DeviceMemory:
         stream: Callable[[], Stream],
         ready: Callable[[int], bool],
         moved: Callable[[LayerState], None],
+        wait: Callable[[Stream, Event], None],
         update: DeviceUpdate | None,
     ) -> None:
         self._driver = driver
@@ -67,6 +70,7 @@ class DeviceMemory:
         self._layers = layers
         self._stream = stream
         self._update = update
+        self._wait = wait
         self._measure = not factory.emulated  # whose clock knows nothing of the CPU's work
         self.budget = budget
         self.engine = TransferEngine(driver, device)
@@ -87,11 +91,12 @@ class DeviceMemory:
         """Take the budget's parts of the pool, largest first, and move in what is to live there."""
         pool, stream = self.space.pool, self._stream()
         self.residents.move_in((self._layers[layer] for layer in self.budget.resident), pool, stream)
+        self.residents.sum_here((self._layers[layer] for layer in self.budget.summed), pool, stream)
         if self._update is not None and self.budget.stream:
             self.streaming = StateStream(
                 self._driver, self._device, self._update, pool, self.budget.stream, measure=self._measure
             )
-        self.ring = StagingRing(pool, self.budget.ring, stream) if self.budget.ring else None
+        self.ring = StagingRing(pool, self.budget.ring, stream, wait=self._wait) if self.budget.ring else None
 
     @property
     def bytes_moved(self) -> dict[Direction, int]:

@@ -11,17 +11,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memferry_allocator import Driver, EmulatedOptions, InvalidRequestError, format_size, open_device
+from memferry_allocator.sizes import align_up
 
 from ...device_update import open_device_update
 from ...errors import BudgetError, OffloadError, UnsupportedError
 from ...layout import LayerLayout
 from ...options import OffloadOptions
-from .budget import Budget, UpdateRoom, plan_budget
+from .budget import RING_UNIT, Budget, UpdateRoom, plan_budget
 from .convert import Materialiser, ParameterInit, plan_layouts
 from .cut import Cut, cut_layers, find_owners
 from .early import host_nbytes, spares_within
-from .native_adam import trusted_kernel
-from .optimizer import check_optimizer
+from .rules import AdamRule, choose_rule, refuse_sharing
 from .runtime import Runtime
 from .saved import require_hooks
 from .tensors import DTYPES
@@ -47,6 +47,8 @@ def offload(
     async_step: bool = False,
     optimizer_split: str | float = "auto",
     spare_slabs: str | int = "auto",
+    accumulate: int = 1,
+    accumulate_dtype: torch.dtype | str | None = None,
     param_init_fn: ParameterInit | None = None,
     emulated: EmulatedOptions | None = None,
 ) -> tuple[M, O]:
@@ -93,6 +95,12 @@ def offload(
     spare_slabs : str or int
         For how many layers host memory is taken twice, so that their update can be made during backward, while
         clipping does not bite.  ``"auto"``: as many as `host_memory` has room for, and none without it.
+    accumulate : int
+        How many backwards a step sums the gradients of.  Only the last of them begins updates, and sums are kept
+        on the device as far as there is room.  More or fewer give the right result too.
+    accumulate_dtype : torch.dtype or str, optional
+        ``"float32"``: gradients are summed in fp32, the norm and the update are of that sum, and ``p.grad`` is it.
+        By default they are summed in the parameter's dtype, as PyTorch does.
     param_init_fn : callable, optional
         Initialises the parameters that a module itself owns, for models on ``meta``; by default
         ``module.reset_parameters()``.
@@ -126,27 +134,39 @@ def offload(
         async_step=async_step,
         optimizer_split=optimizer_split,
         spare_slabs=spare_slabs,
+        accumulate=accumulate,
+        accumulate_dtype=None if accumulate_dtype is None else str(accumulate_dtype).removeprefix("torch."),
         emulated=emulated,
     )
     dtype = _compute_dtype(options.compute_dtype)
     require_hooks()
     _check_model(model)
-    check_optimizer(optimizer, model)
+    rule = choose_rule(optimizer, model)
+    if not rule.shared:
+        refuse_sharing(optimizer, options.optimizer_split, options.spare_slabs)
     driver, ordinal = open_device(options.device, emulated=_machine(options))
-    updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    updated = {
+        parameter: rule.state_keys(group, parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     cuts = cut_layers(model, options.layers)
-    layouts, geometries = plan_layouts(cuts, updated, dtype)
+    layouts, geometries = plan_layouts(cuts, updated, dtype, _compute_dtype(options.accumulate_dtype))
     split = options.optimizer_split
-    update = None if split in ("cpu", 0.0) else open_device_update(driver, ordinal, trusted_kernel())
+    update = None
+    if isinstance(rule, AdamRule) and split not in ("cpu", 0.0):
+        update = open_device_update(driver, ordinal, rule.kernel)
     share = split if isinstance(split, float) else None
-    room = None if update is None else room_for_updates(layouts, share)
+    room = UpdateRoom() if update is None else room_for_updates(layouts, share)
+    if options.accumulate > 1:
+        room = replace(room, summed=tuple(align_up(layout.gradient_nbytes, RING_UNIT) for layout in layouts))
     spares = options.spare_slabs
     if spares is None:
-        spares = spares_within(layouts, options.host_memory)
+        spares = spares_within(layouts, options.host_memory) if rule.shared else 0
     budget = _plan(model, cuts, layouts, options, driver, ordinal, room, spares)
     materialiser = Materialiser(model, param_init_fn)
     runtime = Runtime(
-        model, optimizer, options, driver, ordinal, cuts, layouts, geometries, budget, materialiser, update, spares
+        model, options, driver, ordinal, cuts, layouts, geometries, budget, materialiser, rule, update, spares
     )
     budget.begin()
     model.__dict__[_ATTRIBUTE] = runtime
@@ -219,7 +239,7 @@ def _plan(
     options: OffloadOptions,
     driver: Driver,
     ordinal: int,
-    room: UpdateRoom | None,
+    room: UpdateRoom,
     spares: int,
 ) -> Budget:
     host = host_nbytes(layouts, spares)

@@ -5,66 +5,22 @@ It stays what it was: schedulers built on it keep working, and its state is the 
 
 from __future__ import annotations
 
-import copy
+import abc
 import functools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from ...errors import UnsupportedError
-from ...native import AdamSettings
 from .groups import GroupMembers, why_no_group
 from .layer import LayerState
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-STATE_KEYS = frozenset({"step", "exp_avg", "exp_avg_sq"})
-
-
-def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse what the update cannot honour.
-
-    Raises
-    ------
-    UnsupportedError
-        Not a plain ``Adam`` or ``AdamW``, a setting without a counterpart, or parameters of another model.
-    """
-    if type(optimizer) not in (Adam, AdamW):
-        raise UnsupportedError(
-            f"optimizer: {type(optimizer).__name__} is not supported; use torch.optim.AdamW or torch.optim.Adam"
-        )
-    known = set(model.parameters())
-    for number, group in enumerate(optimizer.param_groups):
-        _settings(group, isinstance(optimizer, AdamW))
-        for parameter in group["params"]:
-            if parameter not in known:
-                raise UnsupportedError(f"optimizer: a parameter of group {number} does not belong to the model")
-    for state in optimizer.state.values():
-        if not STATE_KEYS.issuperset(state):
-            raise UnsupportedError(
-                f"optimizer: unknown state {sorted(set(state) - STATE_KEYS)}; it cannot be moved"
-            )
-
-
-def _settings(group: dict[str, Any], decoupled: bool) -> AdamSettings:
-    for flag in ("amsgrad", "differentiable", "capturable"):
-        if group.get(flag):
-            raise UnsupportedError(f"optimizer: {flag}=True is not supported; build the optimizer without it")
-    beta1, beta2 = group["betas"]
-    return AdamSettings(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        decoupled=bool(group.get("decoupled_weight_decay", decoupled)),
-        maximize=bool(group.get("maximize", False)),
-    )
+from .state import OptimizerState
 
 
 @dataclass(frozen=True)
@@ -83,12 +39,14 @@ class AmpScaling:
     finite: bool
 
 
-class OptimizerPatch:
+class OptimizerPatch(abc.ABC):
     """Replaces, on one optimizer object, what must go through the runtime; `restore` undoes it.
+
+    What its state is like, and what a step captures, is a subclass's matter.
 
     Parameters
     ----------
-    optimizer : Adam or AdamW
+    optimizer : Optimizer
     home : mapping of Parameter to (LayerState, index)
     step : callable
         The runtime's step.
@@ -99,7 +57,7 @@ class OptimizerPatch:
     def __init__(
         self,
         optimizer: Optimizer,
-        home: dict[nn.Parameter, tuple[LayerState, int]],
+        home: Mapping[nn.Parameter, tuple[LayerState, int]],
         *,
         step: Callable[[], None],
         settle: Callable[[], None],
@@ -118,14 +76,43 @@ class OptimizerPatch:
                 "_step_supports_amp_scaling",
             )
         }
-        self._own: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+        self._own: dict[nn.Parameter, dict[str, torch.Tensor]] = {}  # the runtime's tensors, as the user sees them
         self._members = GroupMembers(optimizer)
         self._adopt_state()
         self._replace()
         self.tell(grad_norm=None, skipped_steps=0)
 
+    # -- what a subclass knows ------------------------------------------------------------------------
+    @abc.abstractmethod
+    def count(self, parameter: nn.Parameter) -> Any:
+        """Take a parameter's part in the step that is being made: what its update needs beside the settings."""
+
+    @abc.abstractmethod
+    def adopt_replaced(self) -> None:
+        """Take over what the user has put into ``optimizer.state`` in place of the runtime's own tensors."""
+
+    @abc.abstractmethod
+    def open_state(self, parameter: nn.Parameter) -> OptimizerState:
+        """A parameter's live state, where it is at home."""
+
+    @abc.abstractmethod
+    def _capture(self, group: dict[str, Any]) -> Any:
+        """A group's settings as they are now."""
+
+    @abc.abstractmethod
+    def _adopt_state(self) -> None:
+        """Move what state there is into the slabs."""
+
+    @abc.abstractmethod
+    def _load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """As `Optimizer.load_state_dict`, with state kept in fp32 and copied into the slabs."""
+
+    @abc.abstractmethod
+    def _hand_back(self, parameter: nn.Parameter, own: dict[str, torch.Tensor]) -> None:
+        """Make a parameter's state that of a plain optimizer."""
+
     # -- what the runtime needs -----------------------------------------------------------------------
-    def settings(self) -> list[AdamSettings]:
+    def settings(self) -> list[Any]:
         """Every group's settings as they are now.
 
         Raises
@@ -134,8 +121,7 @@ class OptimizerPatch:
             A setting without a counterpart, or parameters that have changed groups.
         """
         self._members.check()
-        decoupled = isinstance(self.optimizer, AdamW)
-        return [_settings(group, decoupled) for group in self.optimizer.param_groups]
+        return [self._capture(group) for group in self.optimizer.param_groups]
 
     def amp_scaling(self) -> AmpScaling | None:
         """What a `torch.amp.GradScaler` that is calling `step` says of the gradients; None without one."""
@@ -157,53 +143,12 @@ class OptimizerPatch:
             for parameter in group["params"]
         }
 
-    def count(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Advance a parameter's step number and give it, as a scalar of its own."""
-        step = self.step_of(parameter)
-        step += 1
-        return step.clone()
-
-    def step_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A parameter's live step number."""
-        return self._own[parameter]["step"]
-
-    def next_count(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The step number that `count` will give, without advancing it."""
-        return self.step_of(parameter) + 1
-
-    def moment(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
-        """A parameter's live moment, which `optimizer.state` shows unless the user has replaced it."""
-        return self._own[parameter][key]
-
     def repoint(self, layer: LayerState) -> None:
         """A layer's state has moved: the tensors in ``optimizer.state`` stay, and show its new home."""
         for index, parameter in enumerate(layer.parameters):
             if parameter in self._own:
-                for key in MOMENTS:
-                    self.moment(parameter, key).data = layer.in_shape(index, layer.state(index, key))
-
-    def shows_own(self, layer: LayerState) -> bool:
-        """Whether ``optimizer.state`` has the runtime's own tensors for all of a layer."""
-        return not any(parameter in self._own and self._replaced(parameter) for parameter in layer.parameters)
-
-    def adopt_replaced(self) -> None:
-        """Take over what the user has put into ``optimizer.state`` in place of the runtime's own tensors.
-
-        An entry that is missing or empty is the state before the first step.
-        """
-        replaced = [parameter for parameter in self._own if self._replaced(parameter)]
-        if not replaced:
-            return
-        self._settle()
-        state = self.optimizer.state
-        entries = [(parameter, state.get(parameter, {})) for parameter in replaced]
-        for parameter, entry in entries:
-            self._check_shapes(parameter, entry, "optimizer.state")
-        self._adopt_all([(parameter, entry, entry) for parameter, entry in entries])
-
-    def _replaced(self, parameter: nn.Parameter) -> bool:
-        entry = self.optimizer.state.get(parameter, {})
-        return any(entry.get(key) is not tensor for key, tensor in self._own[parameter].items())
+                for key in layer.layout.slots[index].state:
+                    self._own[parameter][key].data = layer.in_shape(index, layer.state(index, key))
 
     def tell(self, *, grad_norm: float | None, skipped_steps: int) -> None:
         """Let the user read what the last step found, on the optimizer itself."""
@@ -218,102 +163,50 @@ class OptimizerPatch:
             else:
                 setattr(self.optimizer, name, value)
         for parameter, own in self._own.items():
-            state = self.optimizer.state[parameter]
-            if float(own["step"]) == 0 and not any(bool(own[key].any()) for key in MOMENTS):
-                del self.optimizer.state[parameter]
-                continue
-            for key in MOMENTS:
-                state[key] = state[key].to(parameter.dtype)
+            self._hand_back(parameter, own)
         self._hook.remove()
 
     # -- state ------------------------------------------------------------------------------------------
-    def _adopt_state(self) -> None:
-        """Move what state there is into the slabs, and make the slabs the state."""
-        self._adopt_all(
-            [
-                (parameter, self.optimizer.state.get(parameter, {}), {})
-                for group in self.optimizer.param_groups
-                for parameter in group["params"]
-                if parameter in self._home and parameter.requires_grad
-            ]
-        )
+    def _updated(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer updates, in its order."""
+        return [
+            parameter
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if parameter in self._home and parameter.requires_grad
+        ]
 
-    @torch.no_grad()
-    def _adopt_all(self, states: list[tuple[nn.Parameter, dict[str, Any], dict[str, Any]]]) -> None:
-        """Make states live: of each the parameter, the values, and the dict that is to be its entry."""
+    def _apart(self, states: list[tuple[nn.Parameter, dict[str, Any]]]) -> list[dict[str, Any]]:
+        """The values of states, of which those that lie in other places of the slabs are copies.
+
+        So what lies in the slabs may be overwritten before it is read.
+        """
         slabs = {tensor.untyped_storage().data_ptr() for own in self._own.values() for tensor in own.values()}
-        values = []
-        for parameter, state, _ in states:
-            own = self._own.get(parameter, {})
-            values.append(  # what lies in the slabs may be overwritten before it is read
-                {
-                    key: value.clone()
-                    if isinstance(value, torch.Tensor)
-                    and value is not own.get(key)
-                    and value.untyped_storage().data_ptr() in slabs
-                    else value
-                    for key, value in state.items()
-                    if key in STATE_KEYS
-                }
-            )
-        for (parameter, _, entry), value in zip(states, values, strict=True):
-            self._adopt(parameter, value, entry)
 
-    def _adopt(self, parameter: nn.Parameter, state: dict[str, Any], entry: dict[str, Any]) -> None:
+        def apart(value: Any, own: torch.Tensor | None) -> Any:
+            if isinstance(value, torch.Tensor) and value is not own and value.layout is torch.strided:
+                return value.clone() if value.untyped_storage().data_ptr() in slabs else value
+            return value
+
+        return [
+            {key: apart(value, self._own.get(parameter, {}).get(key)) for key, value in state.items()}
+            for parameter, state in states
+        ]
+
+    def _renew(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
+        """A new tensor over a parameter's state, which is about to be rewritten.
+
+        Whoever keeps the one before keeps its values, as in PyTorch.
+        """
         layer, index = self._home[parameter]
-        own = self._own.setdefault(parameter, {})
-        self.optimizer.state[parameter] = entry
-        step = state.get("step", 0.0)
-        if step is not own.get("step"):
-            own["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
-        entry["step"] = own["step"]
-        for key in MOMENTS:
-            value = state.get(key)
-            if value is None or value is not own.get(key):
-                view = layer.in_shape(index, layer.state(index, key))
-                entry[key] = view
-                _give_own_memory(own, key)
-                own[key] = view
-                view.zero_() if value is None else view.copy_(value)
-            entry[key] = own[key]
-
-    def _load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """As `Optimizer.load_state_dict`, with the moments kept in fp32 and copied into the slabs."""
-        self._settle()
-        state_dict = state_dict.copy()
-        for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(optimizer, state_dict) or state_dict
-        groups, saved = optimizer.param_groups, copy.deepcopy(state_dict["param_groups"])
-        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
-            raise ValueError("loaded state dict has other parameter groups than this optimizer")
-        pairs = []
-        for group, other in zip(groups, saved, strict=True):
-            _settings({**group, **other}, isinstance(optimizer, AdamW))
-            for parameter, key in zip(group["params"], other["params"], strict=True):
-                state = state_dict["state"].get(key, {})
-                self._check_loaded(parameter, state)
-                pairs.append((parameter, state))
-        self._adopt_all([(parameter, state, {}) for parameter, state in pairs if parameter in self._own])
-        for group, other in zip(groups, saved, strict=True):
-            group.update({key: value for key, value in other.items() if key != "params"})
-        for after in optimizer._optimizer_load_state_dict_post_hooks.values():
-            after(optimizer)
-
-    @staticmethod
-    def _check_loaded(parameter: nn.Parameter, state: dict[str, Any]) -> None:
-        unknown = sorted(set(state) - STATE_KEYS)
-        if unknown:
-            raise UnsupportedError(f"loaded state dict has unknown state {unknown}; nothing was changed")
-        OptimizerPatch._check_shapes(parameter, state, "loaded state dict")
-
-    @staticmethod
-    def _check_shapes(parameter: nn.Parameter, state: dict[str, Any], what: str) -> None:
-        for key in MOMENTS:
-            if key in state and state[key].shape != parameter.shape:
-                raise ValueError(
-                    f"{what}: {key} has shape {tuple(state[key].shape)} where the parameter has "
-                    f"{tuple(parameter.shape)}; nothing was changed"
-                )
+        own = self._own[parameter]
+        if key in own:
+            known = weakref.ref(own.pop(key))
+            kept = known()
+            if kept is not None:
+                kept.data = kept.to("cpu", copy=True)
+        own[key] = layer.in_shape(index, layer.state(index, key))
+        return own[key]
 
     # -- methods ----------------------------------------------------------------------------------------
     def _replace(self) -> None:
@@ -346,15 +239,6 @@ class OptimizerPatch:
         optimizer.add_param_group = types.MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # see `amp_scaling`
         self._hook = optimizer.register_state_dict_pre_hook(lambda _: self._settle())
-
-
-def _give_own_memory(own: dict[str, torch.Tensor], key: str) -> None:
-    """Let go of a tensor over a slab that is to be rewritten; whoever keeps it keeps its values, as in PyTorch."""
-    if key in own:
-        known = weakref.ref(own.pop(key))
-        kept = known()
-        if kept is not None:
-            kept.data = kept.to("cpu", copy=True)
 
 
 def _mark_called(step: Callable[..., Any]) -> Callable[..., Any]:

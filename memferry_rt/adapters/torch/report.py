@@ -24,6 +24,8 @@ class Report:
         What the shares of CPU and device are balanced by.
     times : IterationTimes
         Of the last iteration.
+    summed_parameters : int
+        Whose gradients alone live on the device, until the sum of all micro-steps is complete.
     dram_nbytes : int
         Host memory traffic so far, by count: what CPU updates read and wrote, and what was copied.
     """
@@ -46,6 +48,7 @@ class Report:
     streamed_parameters: int
     early_parameters: int
     update_rates: UpdateRates
+    summed_parameters: int
     times: IterationTimes
     dram_nbytes: int
     steps: int
@@ -56,3 +59,8 @@ class Report:
     def host_nbytes_per_parameter(self) -> float:
         """Host memory that a parameter takes, in bytes."""
         return self.host_nbytes / self.parameters
+
+    @property
+    def dram_nbytes_per_step(self) -> int:
+        """Host memory traffic by count, of all steps so far, divided by their number."""
+        return self.dram_nbytes // max(self.steps, 1)

@@ -1,168 +1,196 @@
-"""Updates by optimizers without a native kernel: the user's own class, one parameter at a time, on slab views.
-
-Slower than the kernels, and the same bits as that class on the CPU with fp32 parameters and ``foreach=False``.
-"""
+"""How an optimizer's parameters are updated: one rule for each arithmetic, chosen when a model is offloaded."""
 
 from __future__ import annotations
 
-import collections
-import copy
-from collections.abc import Mapping
+import abc
+import functools
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from ...errors import UnsupportedError
+from ...layout import MOMENTS
+from ...native import AdamKernel, OneStateKernel
+from .adam_state import AdamPatch, check_adam
+from .arithmetics import Arithmetic, arithmetic_of
+from .entries import EntriesPatch
+from .generic import capture, state_keys
+from .layer import LayerState
+from .native_adam import trusted_kernel
+from .native_one_state import trusted_one_state
+from .optimizer import OptimizerPatch
+from .update import AdamUpdate, ClassUpdate, LayerUpdate, OneStateUpdate
 
-_OF_THE_USER = ("step", "zero_grad", "load_state_dict", "add_param_group")  # what was replaced on the object
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_NOT_HERE = ("capturable", "differentiable")
+Home = Mapping[nn.Parameter, tuple[LayerState, int]]
 
 
-class UpdateRule:
-    """How an optimizer updates one parameter.
+class UpdateRule(abc.ABC):
+    """What the runtime must know of an optimizer's arithmetic.
 
     Parameters
     ----------
     optimizer : Optimizer
-        Its class updates each parameter from that parameter's gradient and state alone, without a closure.  It is
-        not changed, and not stepped.
+
+    Attributes
+    ----------
+    shared : bool
+        The device may make updates too, and the CPU may make them during backward.
+    """
+
+    shared = False
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    @abc.abstractmethod
+    def native(self) -> bool:
+        """Whether its calls are native ones."""
+
+    @abc.abstractmethod
+    def state_keys(self, group: dict[str, Any], parameter: nn.Parameter) -> tuple[str, ...]:
+        """What is kept for each element of a parameter, in fp32, by the names of ``optimizer.state``."""
+
+    @abc.abstractmethod
+    def patch(self, home: Home, *, step: Callable[[], None], settle: Callable[[], None]) -> OptimizerPatch:
+        """See `OptimizerPatch`."""
+
+    @abc.abstractmethod
+    def plan(self, layer: LayerState, groups: Mapping[int, int]) -> LayerUpdate:
+        """See `LayerUpdate`."""
+
+
+class AdamRule(UpdateRule):
+    """``torch.optim.AdamW`` and ``Adam``: native, or torch operations of the same bits."""
+
+    shared = True
+
+    def __init__(self, optimizer: Adam) -> None:
+        super().__init__(optimizer)
+        check_adam(optimizer)
+
+    @functools.cached_property
+    def kernel(self) -> AdamKernel | None:
+        """The native kernel, if it is installed and trusted."""
+        return trusted_kernel()
+
+    @property
+    def native(self) -> bool:
+        return self.kernel is not None
+
+    def state_keys(self, group: dict[str, Any], parameter: nn.Parameter) -> tuple[str, ...]:
+        return MOMENTS
+
+    def patch(self, home: Home, *, step: Callable[[], None], settle: Callable[[], None]) -> AdamPatch:
+        return AdamPatch(self.optimizer, home, step=step, settle=settle)
+
+    def plan(self, layer: LayerState, groups: Mapping[int, int]) -> LayerUpdate:
+        return AdamUpdate(layer, groups, kernel=self.kernel)
+
+
+class OneStateRule(UpdateRule):
+    """SGD, Adagrad and Lion: native.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+    arithmetic : Arithmetic
+    kernel : OneStateKernel
+    """
+
+    native = True
+
+    def __init__(self, optimizer: Optimizer, arithmetic: Arithmetic, kernel: OneStateKernel) -> None:
+        super().__init__(optimizer)
+        self._arithmetic = arithmetic
+        self._kernel = kernel
+        for group in optimizer.param_groups:
+            self._adapt(capture(group))
+
+    def _adapt(self, settings: dict[str, Any]) -> Any:
+        return self._arithmetic.settings(settings)
+
+    def state_keys(self, group: dict[str, Any], parameter: nn.Parameter) -> tuple[str, ...]:
+        begun = self._arithmetic.state in self.optimizer.state.get(parameter, {})
+        return (self._arithmetic.state,) if begun or self._arithmetic.keeps_state(group) else ()
+
+    def patch(self, home: Home, *, step: Callable[[], None], settle: Callable[[], None]) -> EntriesPatch:
+        return EntriesPatch(self.optimizer, home, step=step, settle=settle, adapt=self._adapt)
+
+    def plan(self, layer: LayerState, groups: Mapping[int, int]) -> LayerUpdate:
+        return OneStateUpdate(layer, groups, self._kernel, self._arithmetic)
+
+
+class ClassRule(UpdateRule):
+    """Any other optimizer: its own class makes the updates."""
+
+    native = False
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self._keys: dict[tuple[int, int], tuple[str, ...]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for ndim in {parameter.ndim for parameter in group["params"]}:
+                self._keys[number, ndim] = state_keys(optimizer, group, ndim)
+        warnings.warn(
+            f"{type(optimizer).__name__} has no native update kernel: its own class makes the updates on the CPU, "
+            "one parameter at a time; they are exact, but slower, the device takes no share of them, and none is "
+            "made during backward",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+    def state_keys(self, group: dict[str, Any], parameter: nn.Parameter) -> tuple[str, ...]:
+        number = next(n for n, other in enumerate(self.optimizer.param_groups) if other is group)
+        return self._keys[number, parameter.ndim]
+
+    def patch(self, home: Home, *, step: Callable[[], None], settle: Callable[[], None]) -> EntriesPatch:
+        return EntriesPatch(self.optimizer, home, step=step, settle=settle, adapt=lambda settings: settings)
+
+    def plan(self, layer: LayerState, groups: Mapping[int, int]) -> LayerUpdate:
+        return ClassUpdate(layer, groups, self.optimizer)
+
+
+def choose_rule(optimizer: Optimizer, model: nn.Module) -> UpdateRule:
+    """The rule for an optimizer.
 
     Raises
     ------
     UnsupportedError
-        A step of it fails, or has a setting without a counterpart.
+        It cannot be honoured, a setting has no counterpart, or its parameters are of another model.
     """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        for group in optimizer.param_groups:
-            for flag in _NOT_HERE:
-                if group.get(flag):
-                    raise UnsupportedError(
-                        f"optimizer: {flag}=True is not supported; build the optimizer without it"
-                    )
-
-    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """The state that a parameter of `group` has in its own form, and that needs room in a slab.
-
-        Found by one step of a parameter of four elements, from state like what there is already.
-        """
-        probe = nn.Parameter(torch.ones(2, 2, device="cpu", dtype=torch.float32))
-        update = ParameterUpdate(self, probe.detach(), {}, self._example(group, probe))
-        update.run(torch.ones_like(probe), self.capture(group), 1.0, None)
-        keys = (key for key, value in update.state.items() if _in_the_form_of(probe, value))
-        return tuple(sorted(keys))
-
-    def _example(self, group: Mapping[str, Any], probe: torch.Tensor) -> dict[str, Any]:
-        for parameter in group["params"]:
-            if parameter.ndim and parameter in self._optimizer.state:  # a scalar's state all has its form
-                return {
-                    key: torch.ones_like(probe) if _in_the_form_of(parameter, value) else copy.deepcopy(value)
-                    for key, value in self._optimizer.state[parameter].items()
-                }
-        return {}
-
-    @staticmethod
-    def capture(group: Mapping[str, Any]) -> dict[str, Any]:
-        """A group's settings as they are now, for an update that runs later."""
-        captured = {
-            key: value.clone() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
-        captured.update({flag: False for flag in ("foreach", "fused") if flag in captured})
-        return captured
-
-    def bare(self) -> Optimizer:
-        """An object of the optimizer's class with none of its parameters, state, hooks and patches."""
-        mine: Optimizer = object.__new__(type(self._optimizer))
-        mine.__dict__.update(self._optimizer.__dict__)
-        for name in _OF_THE_USER:
-            mine.__dict__.pop(name, None)
-        for name in _HOOKS:
-            mine.__dict__[name] = collections.OrderedDict()
-        mine.state = collections.defaultdict(dict)
-        mine.param_groups = []
-        return mine
+    known = set(model.parameters())
+    for number, group in enumerate(optimizer.param_groups):
+        if not known.issuperset(group["params"]):
+            raise UnsupportedError(f"optimizer: a parameter of group {number} does not belong to the model")
+    if type(optimizer) in (Adam, AdamW):
+        assert isinstance(optimizer, Adam)
+        return AdamRule(optimizer)
+    arithmetic = arithmetic_of(optimizer)
+    kernel = None if arithmetic is None else trusted_one_state(arithmetic.name)
+    if arithmetic is None or kernel is None:
+        return ClassRule(optimizer)
+    return OneStateRule(optimizer, arithmetic, kernel)
 
 
-class ParameterUpdate:
-    """The updates of one parameter.
+def refuse_sharing(optimizer: Optimizer, split: str | float, spare_slabs: int | None) -> None:
+    """Refuse what only Adam can do, where it was asked for.
 
-    Parameters
-    ----------
-    rule : UpdateRule
-    master : Tensor
-        fp32, in the parameter's form; updated in place.
-    room : mapping of str to Tensor
-        fp32 tensors where the state of `UpdateRule.state_keys` goes; other state gets memory of its own.
-    state : mapping, optional
-        What the user's optimizer has of the parameter already; copied.
-
-    Attributes
-    ----------
-    state : dict
-        The optimizer's own, with tensors in `room`; the class makes what it lacks in its first step.
+    Raises
+    ------
+    UnsupportedError
     """
-
-    def __init__(
-        self,
-        rule: UpdateRule,
-        master: torch.Tensor,
-        room: Mapping[str, torch.Tensor],
-        state: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._optimizer = rule.bare()
-        self._parameter = nn.Parameter(master)
-        self._room = room
-        self.state: dict[str, Any] = self._optimizer.state[self._parameter]
-        self.state.update(copy.deepcopy(dict(state or {})))
-        self._settle()
-
-    @torch.no_grad()
-    def run(
-        self, gradient: torch.Tensor, settings: dict[str, Any], scale: float, weight: torch.Tensor | None
-    ) -> None:
-        """Update in place; may be called from any thread, but one at a time.
-
-        Parameters
-        ----------
-        gradient : Tensor
-            Of the parameter's shape and any floating dtype; only read.
-        settings : dict
-            Of `UpdateRule.capture`.
-        scale : float
-            Multiplied into the gradient, in fp32.
-        weight : Tensor or None
-            Gets the new parameter rounded.
-        """
-        widened = gradient.to(torch.float32, copy=True)
-        self._parameter.grad = widened if scale == 1.0 else widened.mul_(scale)
-        self._optimizer.param_groups = [{**settings, "params": [self._parameter]}]
-        try:
-            type(self._optimizer).step(self._optimizer)
-        except TypeError as error:
-            raise UnsupportedError(
-                f"optimizer: {type(self._optimizer).__name__} cannot be stepped without arguments ({error}); "
-                "use one of torch.optim that needs no closure"
-            ) from error
-        finally:
-            self._parameter.grad = None
-        self._settle()
-        if weight is not None:
-            weight.copy_(self._parameter)
-
-    def _settle(self) -> None:
-        """Move state that the step has made anew into its room."""
-        for key, room in self._room.items():
-            value = self.state.get(key)
-            if value is not None and value is not room:
-                room.copy_(value.detach())
-                self.state[key] = room
-
-
-def _in_the_form_of(parameter: torch.Tensor, value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    name = type(optimizer).__name__
+    if isinstance(split, float) and split > 0:
+        raise UnsupportedError(
+            f"optimizer_split={split}: the device updates for Adam and AdamW only, not for {name}; "
+            "use 'auto' or 'cpu'"
+        )
+    if spare_slabs:
+        raise UnsupportedError(
+            f"spare_slabs={spare_slabs}: updates are made during backward for Adam and AdamW only, not for "
+            f"{name}; leave it out"
+        )

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from memferry_allocator import Direction, Driver, HostArena, Stream
 
@@ -19,25 +18,26 @@ from ...layout import LayerLayout
 from ...options import OffloadOptions
 from ...stalls import StallMeter
 from ...updates import UpdateQueue
+from .adam_state import AdamPatch
 from .budget import Budget
 from .convert import Materialiser, move_in
 from .cut import Cut, find_owners
-from .early import EarlyUpdates, cut_spares, host_nbytes
+from .early import EarlyUpdates, SpareSlab, cut_spares, host_nbytes
 from .forward import ForwardScopes, scope_of
-from .gradients import GradientFlow, GradientSlot
+from .gradient_slot import GradientSlot
+from .gradients import GradientFlow
 from .guards import ModelGuards
 from .layer import DeviceViews, Geometry, LayerState, ViewKey
 from .memory import DeviceMemory
-from .native_adam import trusted_kernel
-from .optimizer import OptimizerPatch
 from .report import Report
+from .rules import AdamRule, UpdateRule
 from .saved import SavedWeights
 from .slabs import SlabAccess
 from .state import ParameterState
 from .step import StepUpdates, gradient_scale
 from .tensors import TensorFactory
 from .torch_adam import single_threaded
-from .update import LayerUpdate
+from .update import AdamUpdate, LayerUpdate
 
 
 class Runtime:
@@ -55,7 +55,6 @@ class Runtime:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
         options: OffloadOptions,
         driver: Driver,
         device: int,
@@ -64,6 +63,7 @@ class Runtime:
         geometries: list[list[Geometry]],
         budget: Budget,
         materialiser: Materialiser,
+        rule: UpdateRule,
         update: DeviceUpdate | None,
         spares: int,
     ) -> None:
@@ -91,10 +91,10 @@ class Runtime:
                 if buffer is not None:
                     owner._buffers[key] = buffer.to(self.factory.torch_device)
         threads = torch.get_num_threads()
-        self._kernel = trusted_kernel()
+        self._rule = rule
         self.updates = UpdateQueue(
             start=single_threaded,
-            native=self._kernel is not None,
+            native=rule.native,
             feeder=(update is not None or spares > 0) and not self.factory.emulated,
         )
         torch.set_num_threads(threads)
@@ -107,25 +107,18 @@ class Runtime:
             stream=self.stream,
             ready=self.updates.poll,
             moved=self._state_moved,
+            wait=self.stalls.wait,
             update=update,
         )
-        self._build_training(model, optimizer)
+        self._build_training(model)
         self._build_updates(update)
-        if self._kernel is not None and spares:
-            self.step_updates.early = EarlyUpdates(
-                driver,
-                self.step_updates.plans,
-                self.patch,
-                self.updates,
-                self._kernel,
-                self.gradients.slots,
-                cut_spares(self.arena, layouts, spares),
-            )
+        if spares:
+            self._update_early(cut_spares(self.arena, layouts, spares))
         self.memory.open()
         self.gradients.use_ring(self.memory.ring)
 
     # -- set-up -----------------------------------------------------------------------------------------
-    def _build_training(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def _build_training(self, model: nn.Module) -> None:
         names = {parameter: name for name, parameter in model.named_parameters()}
         trainable = [parameter for parameter in names if parameter.requires_grad]
         self.gradients = GradientFlow(
@@ -134,7 +127,9 @@ class Runtime:
             stream=self.stream,
             settle=self._gradients_change,
             arrived=self._gradient_arrived,
+            wait=self.stalls.wait,
             ring_tensor=self.factory.device,
+            accumulate=self.options.accumulate,
         )
         for parameter in trainable:
             self.gradients.attach(names[parameter], parameter, *self._home[parameter])
@@ -154,7 +149,7 @@ class Runtime:
         for module in model.modules():
             self.guards.attach(module)
         self.guards.attach_root(model)
-        self.patch = OptimizerPatch(optimizer, self._home, step=self.step, settle=self.synchronize)
+        self.patch = self._rule.patch(self._home, step=self.step, settle=self.synchronize)
         self.slabs = SlabAccess(
             model,
             self.layers,
@@ -162,7 +157,7 @@ class Runtime:
             self.memory.weights,
             self.driver,
             stream=self.stream,
-            step_of=self.patch.step_of,
+            state_of=self.patch.open_state,
         )
 
     def _build_updates(self, update: DeviceUpdate | None) -> None:
@@ -175,7 +170,7 @@ class Runtime:
                 if layer.layout.slots[index].spec.updated
             }
             if groups:
-                plans[layer] = LayerUpdate(layer, groups, native=self._kernel is not None)
+                plans[layer] = self._rule.plan(layer, groups)
         split = self.options.optimizer_split
         self.step_updates = StepUpdates(
             self.driver,
@@ -184,10 +179,19 @@ class Runtime:
             self.memory,
             self.patch,
             self.updates,
-            self._kernel,
             update,
             split=split if isinstance(split, float) else None,
             stream=self.stream,
+        )
+
+    def _update_early(self, spares: list[SpareSlab]) -> None:
+        """Make updates during backward, if that is what the native kernel of Adam does here."""
+        if not isinstance(self._rule, AdamRule) or self._rule.kernel is None:
+            return
+        plans = {layer: plan for layer, plan in self.step_updates.plans.items() if isinstance(plan, AdamUpdate)}
+        assert isinstance(self.patch, AdamPatch)
+        self.step_updates.early = EarlyUpdates(
+            self.driver, plans, self.patch, self.updates, self._rule.kernel, self.gradients.slots, spares
         )
 
     # -- streams ----------------------------------------------------------------------------------------
@@ -246,6 +250,7 @@ class Runtime:
             self.step_updates.forget_early()
         self._refuse_unknown_gradients()
         self.gradients.end_use()
+        self.gradients.deliver(present, changed_unseen=unseen)
         self.stalls.iteration(self.stream())
         scale = gradient_scale(present, scaling, self.options.max_grad_norm)
         self.grad_norm = scale.norm
@@ -402,6 +407,7 @@ class Runtime:
             streamed_parameters=updates.numel(updates.streamed),
             early_parameters=updates.numel(updates.made_early),
             update_rates=updates.rates,
+            summed_parameters=updates.numel(layer for layer in updates.updated if layer.sums is not None),
             times=self.stalls.last,
             dram_nbytes=updates.cpu_nbytes + sum(moved.values()),
             steps=self.steps,
@@ -467,4 +473,5 @@ class Runtime:
             parameter.data = layer.on_host("weight", index, self.arena)
             if gradient is not None:
                 at_home = gradient is layer.gradients[index]
-                parameter.grad = layer.on_host("gradient", index, self.arena) if at_home else gradient.to("cpu")
+                plain = layer.on_host("gradient", index, self.arena) if at_home else gradient.to("cpu")
+                parameter.grad = plain.to(parameter.dtype)

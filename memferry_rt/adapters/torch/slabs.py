@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import torch
 from torch import nn
 
 from memferry_allocator import Driver, Mode, Place, ShadowBuffer, Stream
 
 from .layer import LayerState
-from .state import MOMENTS, Moments, ParameterState, plain_name
+from .state import OptimizerState, ParameterState, plain_name
 
 
 class SlabAccess:
@@ -27,8 +26,8 @@ class SlabAccess:
     driver : Driver
     stream : callable
         The stream on which the calling thread's kernels run.
-    step_of : callable
-        A parameter's live step number.
+    state_of : callable
+        A parameter's part of the optimizer's state, live.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class SlabAccess:
         driver: Driver,
         *,
         stream: Callable[[], Stream],
-        step_of: Callable[[nn.Parameter], torch.Tensor],
+        state_of: Callable[[nn.Parameter], OptimizerState],
     ) -> None:
         self._model = model
         self._layers = layers
@@ -48,7 +47,7 @@ class SlabAccess:
         self._weights = weights
         self._driver = driver
         self._stream = stream
-        self._step_of = step_of
+        self._optimizer_state = state_of
 
     @contextlib.contextmanager
     def open(self, *, write: bool) -> Iterator[list[ParameterState]]:
@@ -73,7 +72,7 @@ class SlabAccess:
         views.callback(view.release)
         label = f"state of {layer.name}"
         if layer.residence is not None:
-            spans = [layer.residence.state_span]
+            spans = [layer.residence.state.span]
             state = self._driver.launch(self._stream(), reads=spans, writes=spans if write else [], label=label)
         elif layer.state_span.nbytes:
             spans = [layer.state_span]
@@ -89,36 +88,4 @@ class SlabAccess:
         if not spec.updated:
             return ParameterState(plain_name(name), parameter, weight, None, None)
         master = layer.in_shape(index, layer.state(index, "master")) if spec.master else None
-        moments = {key: layer.in_shape(index, layer.state(index, key)) for key in MOMENTS}
-        state = SlabState(self._step_of(parameter), moments)
-        return ParameterState(plain_name(name), parameter, weight, master, state)
-
-
-class SlabState:
-    """See `OptimizerState`; the state lies in a runtime's slabs.
-
-    Parameters
-    ----------
-    step : Tensor
-        The live step number.
-    moments : dict of str to Tensor
-        Views of the slabs.
-    """
-
-    def __init__(self, step: torch.Tensor, moments: Moments) -> None:
-        self._step = step
-        self._moments = moments
-
-    def step(self) -> float:
-        return float(self._step)
-
-    def moments(self) -> Moments:
-        return self._moments
-
-    def begin(self, step: float) -> Moments:
-        self._step.fill_(step)
-        return self._moments
-
-    def clear(self) -> None:
-        for moment in self.begin(0.0).values():
-            moment.zero_()
+        return ParameterState(plain_name(name), parameter, weight, master, self._optimizer_state(parameter))

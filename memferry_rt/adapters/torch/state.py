@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,23 +11,33 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from ...checkpoint.manifest import check_json
 from ...errors import CheckpointError
+from ...layout import MOMENTS
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-Moments = dict[str, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
+Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class OptimizerState(Protocol):
     """A parameter's part of the optimizer's state."""
 
-    def step(self) -> float:
-        """How often the parameter has been updated."""
+    @property
+    def shaped(self) -> tuple[str, ...]:
+        """Its tensors that have the parameter's shape, whenever they are there, as far as that is known."""
 
-    def moments(self) -> Moments:
-        """The live ``exp_avg`` and ``exp_avg_sq``, in the parameter's shape; maybe none before its first step."""
+    @property
+    def begun(self) -> bool:
+        """Whether it is another than before the first step, whatever the step number."""
 
-    def begin(self, step: float) -> Moments:
-        """Set the step number, and give the moments to be filled."""
+    def tensors(self) -> Tensors:
+        """The live tensors, by name; maybe none before the first step."""
+
+    def values(self) -> dict[str, Any]:
+        """What else there is: JSON."""
+
+    def begin(self, forms: Forms, values: dict[str, Any]) -> Tensors:
+        """Make it one of these values and tensors of these forms, and give the tensors to be filled."""
 
     def clear(self) -> None:
         """As before the first step."""
@@ -61,45 +71,109 @@ class ParameterState:
         return self.weight if self.master is None else self.master
 
     @property
-    def steps(self) -> float:
-        """How often it has been updated."""
-        return 0.0 if self.optimizer is None else self.optimizer.step()
-
-    @property
     def begun(self) -> bool:
-        """Whether its optimizer state is another than before the first step, whatever the step number."""
-        if self.optimizer is None:
-            return False
-        return self.steps != 0 or any(bool(moment.any()) for moment in self.optimizer.moments().values())
+        """Whether it has optimizer state that is another than before the first step."""
+        return self.optimizer is not None and self.optimizer.begun
 
 
-class PlainState:
-    """See `OptimizerState`; the state is what a plain optimizer keeps."""
+class PlainMoments:
+    """See `OptimizerState`; what a plain Adam keeps."""
+
+    shaped = MOMENTS
 
     def __init__(self, optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> None:
         self._optimizer = optimizer
         self._group = group
         self._parameter = parameter
 
-    def step(self) -> float:
+    @property
+    def begun(self) -> bool:
+        return self._step() != 0 or any(bool(moment.any()) for moment in self.tensors().values())
+
+    def _step(self) -> float:
         return float(self._optimizer.state.get(self._parameter, {}).get("step", 0.0))
 
-    def moments(self) -> Moments:
+    def tensors(self) -> Tensors:
         state = self._optimizer.state.get(self._parameter)
         return {key: state[key] for key in MOMENTS} if state else {}
 
-    def begin(self, step: float) -> Moments:
+    def values(self) -> dict[str, Any]:
+        return {"step": self._step()}
+
+    def begin(self, forms: Forms, values: dict[str, Any]) -> Tensors:
         parameter, state = self._parameter, self._optimizer.state[self._parameter]
-        on_device = self._group.get("capturable") or self._group.get("fused")
-        device = parameter.device if on_device else torch.device("cpu")
-        state["step"] = torch.tensor(step, dtype=torch.float32, device=device)
+        device = step_device(self._group, parameter)
+        state["step"] = torch.tensor(values["step"], dtype=torch.float32, device=device)
         for key in MOMENTS:
             if key not in state:
                 state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        return self.moments()
+        return self.tensors()
 
     def clear(self) -> None:
         self._optimizer.state.pop(self._parameter, None)
+
+
+class Entry:
+    """See `OptimizerState`; the entry that an optimizer of any class has in its ``state``.
+
+    Parameters
+    ----------
+    make : callable of (key, dtype, shape), optional
+        Gives the tensor for new state; by default one where `Optimizer.load_state_dict` would put it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        parameter: nn.Parameter,
+        *,
+        shaped: tuple[str, ...] = (),
+        make: Callable[[str, torch.dtype, tuple[int, ...]], torch.Tensor] | None = None,
+    ) -> None:
+        self.shaped = shaped
+        self._optimizer = optimizer
+        self._group = group
+        self._parameter = parameter
+        self._make = make or self._like_pytorch
+
+    @property
+    def _entry(self) -> dict[str, Any]:
+        entry: dict[str, Any] = self._optimizer.state.get(self._parameter, {})
+        return entry
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._entry)
+
+    def tensors(self) -> Tensors:
+        return {key: value for key, value in self._entry.items() if isinstance(value, torch.Tensor)}
+
+    def values(self) -> dict[str, Any]:
+        rest = {key: value for key, value in self._entry.items() if not isinstance(value, torch.Tensor)}
+        check_json(rest, f"optimizer.state of {type(self._optimizer).__name__}")
+        return rest
+
+    def begin(self, forms: Forms, values: dict[str, Any]) -> Tensors:
+        tensors = {key: self._make(key, dtype, shape) for key, (dtype, shape) in forms.items()}
+        self._optimizer.state[self._parameter] = {**tensors, **values}
+        return tensors
+
+    def clear(self) -> None:
+        self._optimizer.state.pop(self._parameter, None)
+
+    def _like_pytorch(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        parameter = self._parameter
+        if key == "step":
+            return torch.empty(shape, dtype=dtype, device=step_device(self._group, parameter))
+        if shape == tuple(parameter.shape):
+            return torch.empty_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
+        return torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+
+
+def step_device(group: dict[str, Any], parameter: nn.Parameter) -> torch.device:
+    """Where PyTorch keeps a parameter's step number."""
+    return parameter.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
 
 
 @contextlib.contextmanager
@@ -111,7 +185,8 @@ def plain_state(model: nn.Module, optimizer: Optimizer) -> Iterator[list[Paramet
         if parameter.is_meta:
             raise CheckpointError(f"{name} is on the meta device; give it memory first, for example to_empty()")
         group = groups.get(parameter)
-        mine = None if group is None else PlainState(optimizer, group, parameter)
+        kind = PlainMoments if isinstance(optimizer, Adam) else Entry
+        mine = None if group is None else kind(optimizer, group, parameter)
         states.append(ParameterState(plain_name(name), parameter, parameter.detach(), None, mine))
     yield states
 
@@ -145,25 +220,26 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def check_adam(model: nn.Module, optimizer: Optimizer) -> None:
+def check_holdable(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse optimizers whose state a checkpoint does not hold whole.
 
     Raises
     ------
     CheckpointError
     """
-    if not isinstance(optimizer, Adam):
-        raise CheckpointError(
-            f"optimizer: the state of {type(optimizer).__name__} is not known to checkpoints; they hold that of "
-            "torch.optim.AdamW and Adam"
-        )
     known = set(model.parameters())
     for number, group in enumerate(optimizer.param_groups):
-        if group.get("amsgrad"):
+        if isinstance(optimizer, Adam) and group.get("amsgrad"):
             raise CheckpointError("optimizer: amsgrad=True is not supported by checkpoints")
         if not known.issuperset(group["params"]):
             raise CheckpointError(f"optimizer: a parameter of group {number} does not belong to the model")
+    if not known.issuperset(optimizer.state):
+        raise CheckpointError(
+            f"optimizer: {type(optimizer).__name__} has state that is no parameter's; a checkpoint cannot hold it"
+        )
 
 
 def optimizer_type(optimizer: Optimizer) -> str:
-    return "AdamW" if isinstance(optimizer, AdamW) else "Adam"
+    if isinstance(optimizer, Adam):
+        return "AdamW" if isinstance(optimizer, AdamW) else "Adam"
+    return type(optimizer).__name__

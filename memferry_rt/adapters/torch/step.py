@@ -7,6 +7,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,17 +15,15 @@ from memferry_allocator import Driver, Mode, Place, Stream
 
 from ...device_update import DeviceUpdate
 from ...errors import OffloadError
-from ...native import AdamKernel, AdamOperands, AdamSettings
+from ...native import AdamOperands, NativeCalls
 from ...split import UpdateRates, spread
 from ...updates import UpdateQueue
 from .early import EarlyUpdates
-from .gradients import GradientSlot
+from .gradient_slot import GradientSlot
 from .layer import LayerState
 from .memory import DeviceMemory
 from .optimizer import AmpScaling, OptimizerPatch
-from .update import LayerUpdate, cut_work
-
-CPU_TRAFFIC = 28  # bytes an element: fp32 state read and written, and 4 for gradient and rounded weight
+from .update import AdamUpdate, LayerUpdate
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,13 @@ class _Work:
 
     layer: LayerState
     indices: set[int]
-    settings: list[AdamSettings]
-    steps: Mapping[int, torch.Tensor]
+    settings: list[Any]
+    counts: Mapping[int, Any]
     scale: float
 
     @property
-    def captured(self) -> tuple[set[int], list[AdamSettings], Mapping[int, torch.Tensor], float]:
-        return self.indices, self.settings, self.steps, self.scale
+    def captured(self) -> tuple[set[int], list[Any], Mapping[int, Any], float]:
+        return self.indices, self.settings, self.counts, self.scale
 
 
 class StepUpdates:
@@ -92,8 +91,6 @@ class StepUpdates:
     memory : DeviceMemory
     patch : OptimizerPatch
     queue : UpdateQueue
-    kernel : AdamKernel or None
-        The native kernel on the CPU; torch operations without it.
     update : DeviceUpdate or None
         The kernel on the device.
     split : float or None
@@ -115,7 +112,6 @@ class StepUpdates:
         memory: DeviceMemory,
         patch: OptimizerPatch,
         queue: UpdateQueue,
-        kernel: AdamKernel | None,
         update: DeviceUpdate | None,
         split: float | None,
         stream: Callable[[], Stream],
@@ -126,7 +122,6 @@ class StepUpdates:
         self._memory = memory
         self._patch = patch
         self._queue = queue
-        self._kernel = kernel
         self._update = update
         self._split = split
         self._stream = stream
@@ -170,9 +165,9 @@ class StepUpdates:
                 self._memory.cache.evict(layer.index)
         self._assign([layer for layer in updated if layer.residence is None and layer not in early])
         for layer in updated:
-            steps = {index: self._patch.count(layer.parameters[index]) for index in indices[layer]}
+            counts = {index: self._patch.count(layer.parameters[index]) for index in indices[layer]}
             layer.touch(indices[layer])
-            work = _Work(layer, indices[layer], settings, steps, scale)
+            work = _Work(layer, indices[layer], settings, counts, scale)
             if layer.residence is not None:
                 self._update_in_place(work)
             elif layer in early:
@@ -209,7 +204,7 @@ class StepUpdates:
         self,
         updated: Sequence[LayerState],
         indices: Mapping[LayerState, set[int]],
-        settings: list[AdamSettings],
+        settings: list[Any],
         scale: float,
     ) -> set[LayerState]:
         """The layers whose update of this step is in a spare slab already."""
@@ -217,8 +212,7 @@ class StepUpdates:
         if self.early is None:
             return made
         for layer in updated:
-            steps = {index: self._patch.next_count(layer.parameters[index]) for index in indices[layer]}
-            if self.early.fits(layer, indices[layer], settings, steps, scale):
+            if self.early.fits(layer, indices[layer], settings, scale):
                 made.add(layer)
         self.early.drop_all(but=made)
         self.early.speculation.learn(scale == 1.0)
@@ -276,12 +270,12 @@ class StepUpdates:
             weights.release()
 
         plan = self.plans[layer]
-        self.cpu_nbytes += CPU_TRAFFIC * plan.numel
-        if self._kernel is None:
-            self._queue.submit(layer.index, plan.batches(*work.captured), end)
-        else:
-            calls = self._kernel.calls(cut_work(plan.native(self._kernel, *work.captured)))
+        self.cpu_nbytes += plan.traffic
+        calls = plan.on_cpu(*work.captured)
+        if isinstance(calls, NativeCalls):
             self._queue.submit_native(layer.index, calls, end, elements=plan.numel)
+        else:
+            self._queue.submit(layer.index, calls, end)
 
     def _publish(self, layer: LayerState) -> None:
         """Let an update made during backward take effect: only the new weights are copied, beside the forward."""
@@ -296,7 +290,7 @@ class StepUpdates:
             weights.release()
             early.reuse(slab)
 
-        self.cpu_nbytes += CPU_TRAFFIC * self.plans[layer].numel + 2 * weights.nbytes
+        self.cpu_nbytes += self.plans[layer].traffic + 2 * weights.nbytes
         self._queue.submit_native(layer.index, calls, end, elements=0)
 
     def _submit_streamed(self, work: _Work) -> None:
@@ -305,7 +299,7 @@ class StepUpdates:
         assert update is not None
         weights = self._memory.weights[layer.index]
         weights.acquire(Place.HOST, Mode.READ_WRITE).release()  # nobody uses the pages from here on
-        pieces = self.plans[layer].native(update, *work.captured)
+        pieces = self._on_device(layer).native(update, *work.captured)
         known = self._driver.publish()
 
         def enqueue() -> None:
@@ -318,12 +312,17 @@ class StepUpdates:
 
         self._queue.feed(layer.index, enqueue, end)
 
+    def _on_device(self, layer: LayerState) -> AdamUpdate:
+        plan = self.plans[layer]
+        assert isinstance(plan, AdamUpdate), "the device updates for Adam only"
+        return plan
+
     def _update_in_place(self, work: _Work) -> None:
         """Update a resident layer; its new weights are in device memory, and come home when somebody asks."""
         layer, update = work.layer, self._update
         assert update is not None
         stream = self._stream()
-        pieces = self.plans[layer].native(update, *work.captured)
+        pieces = self._on_device(layer).native(update, *work.captured)
         with self._memory.cache.open_for_update(layer.index, stream) as weights:
             for prepared, home in pieces:
                 update.run(stream, prepared, _on_device(home, layer, weights.ptr))
@@ -333,12 +332,12 @@ def _on_device(home: AdamOperands, layer: LayerState, weights: int) -> AdamOpera
     """A resident layer's operands, from where they would be at home in host memory."""
     residence = layer.residence
     assert residence is not None
-    state = residence.state_span.ptr - layer.state_span.ptr
+    state = residence.state.span.ptr - layer.state_span.ptr
     to_weights = weights - layer.weight_span.ptr
     return dataclasses.replace(
         home,
         parameter=home.parameter + (state if home.weight else to_weights),
-        gradient=home.gradient + residence.gradient_span.ptr - layer.gradient_span.ptr,
+        gradient=home.gradient + residence.gradient.span.ptr - layer.gradient_span.ptr,
         exp_avg=home.exp_avg + state,
         exp_avg_sq=home.exp_avg_sq + state,
         weight=home.weight + to_weights if home.weight else 0,

@@ -2,78 +2,117 @@
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ...device_update import DeviceUpdate, part_of
-from ...layout import LayerLayout
-from ...native import AdamKernel, AdamOperands, AdamSettings
+from ...layout import LayerLayout, Slot
+from ...native import AdamKernel, AdamOperands, AdamSettings, NativeCalls, OneStateKernel, OneStateOperands
 from ...native.adam import VECTOR
 from ...split import spread
 from ...streaming import UNIT
+from .arithmetics import Arithmetic
 from .budget import LARGEST_STREAM, SMALLEST_STREAM, WORTHWHILE_STREAM, UpdateRoom
+from .generic import ParameterUpdate
 from .layer import LayerState
 from .torch_adam import CHUNK, Batch, update_batch
 
+STATE_TRAFFIC = 8  # bytes an element of fp32 that is read and written
 NATIVE_CHUNK = 1 << 20  # elements a call of the native kernel: a millisecond or less, and few calls
 
 
-class LayerUpdate:
-    """The update of one layer by Adam or AdamW.
+class LayerUpdate(abc.ABC):
+    """The update of one layer.
 
     Parameters
     ----------
     layer : LayerState
     groups : mapping of index to int
         The parameter group of each parameter that the optimizer updates, by index in the layer.
-    native : bool
-        It is made by native kernels; otherwise by torch operations of the same arithmetic.
 
     Attributes
     ----------
     numel : int
         Elements it updates.
+    traffic : int
+        Bytes of host memory that it reads and writes on the CPU: state, gradients, and rounded weights.
     """
 
-    def __init__(self, layer: LayerState, groups: Mapping[int, int], *, native: bool) -> None:
+    def __init__(self, layer: LayerState, groups: Mapping[int, int]) -> None:
         self._layer = layer
         self._groups = groups
-        self._operands: dict[int, AdamOperands] = {}
-        self._state_at = 0
-        self._batches: list[Batch] = []
-        for index in sorted(groups, key=lambda index: (groups[index], index)):
-            if not native:
-                self._cut_batches(index)
         self.numel = sum(self._numel(index) for index in groups)
+        self.traffic = sum(_traffic(layer.layout.slots[index]) for index in groups)
 
     @property
     def indices(self) -> Iterable[int]:
         """The parameters that it updates."""
         return self._groups.keys()
 
-    def batches(
+    @abc.abstractmethod
+    def on_cpu(
+        self, present: set[int], settings: Sequence[Any], counts: Mapping[int, Any], scale: float
+    ) -> NativeCalls | list[Callable[[], None]]:
+        """The update of the parameters in `present`, in place, as calls that touch disjoint memory.
+
+        Parameters
+        ----------
+        present : set of int
+            Indices of the parameters that have a gradient.
+        settings : sequence
+            Of `OptimizerPatch.settings`, by group.
+        counts : mapping of index to object
+            Of `OptimizerPatch.count`, for each parameter.
+        scale : float
+            Multiplied into every gradient.
+        """
+
+    def _numel(self, index: int) -> int:
+        return self._layer.layout.slots[index].spec.numel
+
+
+class AdamUpdate(LayerUpdate):
+    """By Adam or AdamW.
+
+    Parameters
+    ----------
+    layer, groups
+        See `LayerUpdate`.
+    kernel : AdamKernel or None
+        The native one; None for torch operations of the same arithmetic.
+    """
+
+    def __init__(self, layer: LayerState, groups: Mapping[int, int], *, kernel: AdamKernel | None) -> None:
+        super().__init__(layer, groups)
+        self._kernel = kernel
+        self._operands: dict[int, AdamOperands] = {}
+        self._state_at = 0
+        self._batches: list[Batch] = []
+        for index in sorted(groups, key=lambda index: (groups[index], index)):
+            if kernel is None:
+                self._cut_batches(index)
+
+    def on_cpu(
+        self, present: set[int], settings: Sequence[Any], counts: Mapping[int, Any], scale: float
+    ) -> NativeCalls | list[Callable[[], None]]:
+        if self._kernel is None:
+            return self._batches_of(present, settings, counts, scale)
+        return self._kernel.calls(cut_work(self.native(self._kernel, present, settings, counts, scale)))
+
+    def _batches_of(
         self,
         present: set[int],
         settings: Sequence[AdamSettings],
         steps: Mapping[int, torch.Tensor],
         scale: float,
     ) -> list[Callable[[], None]]:
-        """The update of the parameters in `present` by torch, in place, as calls that touch disjoint memory.
-
-        Parameters
-        ----------
-        present : set of int
-            Indices of the parameters that have a gradient.
-        settings : sequence of AdamSettings
-            By group.
-        steps : mapping of index to Tensor
-            fp32 scalars: the number of this step, for each parameter.
-        scale : float
-            Multiplied into every gradient.
-        """
+        """The update by torch; `steps` has fp32 scalars: the number of this step, for each parameter."""
         calls = []
         for batch in self._batches:
             part = batch.only(present)
@@ -90,7 +129,7 @@ class LayerUpdate:
         steps: Mapping[int, torch.Tensor],
         scale: float,
     ) -> list[tuple[Any, AdamOperands]]:
-        """The same by a native kernel: for each parameter what its calls share, and where it is at home."""
+        """The update by a native kernel: for each parameter what its calls share, and where it is at home."""
         if self._state_at != self._layer.state_span.ptr:  # never yet, or it has moved
             self._state_at = self._layer.state_span.ptr
             self._operands = {index: self._at_home(index) for index in self._groups if self._numel(index)}
@@ -100,16 +139,14 @@ class LayerUpdate:
             if index in present
         ]
 
-    def _numel(self, index: int) -> int:
-        return self._layer.layout.slots[index].spec.numel
-
     def _at_home(self, index: int) -> AdamOperands:
         layer = self._layer
-        spec, dtype = layer.layout.slots[index].spec, str(layer.geometry[index].dtype).removeprefix("torch.")
+        spec, form = layer.layout.slots[index].spec, layer.geometry[index]
+        dtype, gradient_dtype = (str(d).removeprefix("torch.") for d in (form.dtype, form.gradient_dtype))
         return AdamOperands(
             parameter=layer.cpu_state(index, "master").data_ptr(),
             gradient=layer.cpu_gradient(index).data_ptr(),
-            gradient_dtype=dtype,
+            gradient_dtype=gradient_dtype,
             exp_avg=layer.cpu_state(index, "exp_avg").data_ptr(),
             exp_avg_sq=layer.cpu_state(index, "exp_avg_sq").data_ptr(),
             weight=layer.cpu_weight(index).data_ptr() if spec.master else 0,
@@ -139,6 +176,99 @@ class LayerUpdate:
                 return last
         self._batches.append(Batch(group))
         return self._batches[-1]
+
+
+class ClassUpdate(LayerUpdate):
+    """By the user's own class, one parameter a call.
+
+    Parameters
+    ----------
+    layer, groups
+        See `LayerUpdate`.
+    optimizer : Optimizer
+    """
+
+    def __init__(self, layer: LayerState, groups: Mapping[int, int], optimizer: Optimizer) -> None:
+        super().__init__(layer, groups)
+        self._updates = {
+            index: ParameterUpdate(optimizer, layer.in_shape(index, layer.cpu_state(index, "master")))
+            for index in groups
+        }
+
+    def on_cpu(
+        self, present: set[int], settings: Sequence[Any], counts: Mapping[int, Any], scale: float
+    ) -> NativeCalls | list[Callable[[], None]]:
+        layer = self._layer
+        return [
+            functools.partial(
+                self._updates[index].run,
+                layer.in_shape(index, layer.cpu_gradient(index)),
+                settings[self._groups[index]],
+                scale,
+                layer.in_shape(index, layer.cpu_weight(index)) if layer.layout.slots[index].spec.master else None,
+                counts[index].entry,
+                counts[index].room,
+            )
+            for index in sorted(present)
+        ]
+
+
+class OneStateUpdate(LayerUpdate):
+    """By a native kernel of an optimizer that keeps at most one number beside each parameter.
+
+    Parameters
+    ----------
+    layer, groups
+        See `LayerUpdate`.
+    kernel : OneStateKernel
+    arithmetic : Arithmetic
+    """
+
+    def __init__(
+        self, layer: LayerState, groups: Mapping[int, int], kernel: OneStateKernel, arithmetic: Arithmetic
+    ) -> None:
+        super().__init__(layer, groups)
+        self._kernel = kernel
+        self._arithmetic = arithmetic
+
+    def on_cpu(
+        self, present: set[int], settings: Sequence[Any], counts: Mapping[int, Any], scale: float
+    ) -> NativeCalls | list[Callable[[], None]]:
+        work: list[tuple[Any, OneStateOperands]] = []
+        states = []
+        for index in sorted(present):
+            coefficients, state = self._arithmetic.begin(
+                settings[self._groups[index]], counts[index], scale, functools.partial(self._room, index)
+            )
+            states.append(state)
+            prepared, whole = self._kernel.prepare(coefficients), self._at_home(index, state)
+            for start in range(0, whole.count, NATIVE_CHUNK):
+                work.append((prepared, whole.part(start, min(NATIVE_CHUNK, whole.count - start))))
+        calls = self._kernel.calls(work)
+        return dataclasses.replace(calls, kept=(calls.kept, states))
+
+    def _room(self, index: int) -> torch.Tensor:
+        form = self._layer.geometry[index]
+        return torch.empty_strided(form.shape, form.stride, dtype=torch.float32, device="cpu")
+
+    def _at_home(self, index: int, state: torch.Tensor | None) -> OneStateOperands:
+        layer = self._layer
+        spec, form = layer.layout.slots[index].spec, layer.geometry[index]
+        dtype, gradient_dtype = (str(d).removeprefix("torch.") for d in (form.dtype, form.gradient_dtype))
+        return OneStateOperands(
+            parameter=layer.cpu_state(index, "master").data_ptr(),
+            state=0 if state is None else state.data_ptr(),
+            gradient=layer.cpu_gradient(index).data_ptr(),
+            gradient_dtype=gradient_dtype,
+            weight=layer.cpu_weight(index).data_ptr() if spec.master else 0,
+            weight_dtype=dtype if spec.master else "bfloat16",
+            count=spec.numel,
+        )
+
+
+def _traffic(slot: Slot) -> int:
+    weight = slot.spec.nbytes if slot.spec.master else 0
+    return slot.spec.numel * STATE_TRAFFIC * (1 + len(slot.state)) + slot.spec.gradient_nbytes + weight
 
 
 def cut_work(work: Sequence[tuple[Any, AdamOperands]]) -> list[tuple[Any, AdamOperands]]:

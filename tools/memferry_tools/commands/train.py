@@ -38,6 +38,9 @@ def command(
     micro_batch: Annotated[int | None, typer.Option(help="Sequences at a time.  [default: the preset's]")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens in a sequence.  [default: the preset's]")] = None,
     accumulate: Annotated[int, typer.Option(help="Micro-batches in a step.")] = 1,
+    accumulate_dtype: Annotated[
+        str, typer.Option(help="Sum their gradients in this: fp32, or auto for the dtype of the weights.")
+    ] = "auto",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 100,
     lr: Annotated[float | None, typer.Option(help="Learning rate.  [default: the preset's]")] = None,
     weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay.")] = 0.01,

@@ -163,5 +163,7 @@ class OffloadedTraining:
             max_grad_norm=self._recipe.max_grad_norm,
             compute_dtype=self._recipe.dtype,
             async_step=self._placement.async_step,
+            accumulate=self._recipe.accumulate,
+            accumulate_dtype=self._recipe.accumulate_dtype,
             param_init_fn=initialise,
         )

@@ -72,6 +72,7 @@ class TrainOptions:
         micro_batch: int | None = None,
         seq: int | None = None,
         accumulate: int = 1,
+        accumulate_dtype: str = "auto",
         steps: int = 100,
         lr: float | None = None,
         weight_decay: float = 0.01,
@@ -97,6 +98,8 @@ class TrainOptions:
             raise ToolError(f"--device: {device!r} is none; write auto, cuda:0 or emulated")
         if dtype not in ("auto", *DTYPES):
             raise ToolError(f"--dtype: {dtype!r} is not known; write auto, {' or '.join(DTYPES)}")
+        if accumulate_dtype not in ("auto", "fp32"):
+            raise ToolError(f"--accumulate-dtype: {accumulate_dtype!r} is not known; write auto or fp32")
         if save_every is not None and save is None:
             raise ToolError("--save-every: there is no --save DIR to save to")
         recipe = Recipe(
@@ -111,6 +114,7 @@ class TrainOptions:
             weight_decay=_finite(weight_decay, "--weight-decay"),
             max_grad_norm=_finite(max_grad_norm, "--max-grad-norm") or None,
             seed=_at_least(0, seed, 0, "--seed"),
+            accumulate_dtype=DTYPES.get(accumulate_dtype),
         )
         return cls(
             preset=preset,

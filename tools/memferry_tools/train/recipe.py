@@ -27,6 +27,8 @@ class Recipe:
         Norm to which gradients are clipped.
     seed : int
         Decides the first weights and the batches.
+    accumulate_dtype : str or None
+        In what micro-batches' gradients are summed; None for `dtype`.
     """
 
     shape: ModelShape
@@ -40,6 +42,7 @@ class Recipe:
     weight_decay: float
     max_grad_norm: float | None
     seed: int
+    accumulate_dtype: str | None = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -49,3 +52,8 @@ class Recipe:
     def weight_nbytes(self) -> int:
         """Bytes of the weights in the compute dtype."""
         return self.shape.parameters * (4 if self.dtype == "float32" else 2)
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Bytes of the gradients as they are summed."""
+        return self.shape.parameters * (4 if "float32" in (self.dtype, self.accumulate_dtype) else 2)

@@ -41,6 +41,10 @@ class PlainTraining:
         self._optimizer = torch.optim.AdamW(
             self._masters.values(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True
         )
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}
+        if recipe.accumulate_dtype is not None:
+            for weight in self._weights.values():
+                weight.register_post_accumulate_grad_hook(self._sum)
 
     def step(self, number: int) -> StepResult:
         """See `Training`."""
@@ -50,18 +54,30 @@ class PlainTraining:
             self._update(self._scale(norm))
         for weight in self._weights.values():
             weight.grad = None
+        self._sums.clear()
         return StepResult(losses.tolist(), norm, None)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """See `Training`.  Not copies: the training is over."""
         return {name: master.detach() for name, master in self._masters.items()}
 
+    def _sum(self, weight: torch.Tensor) -> None:
+        """Add a micro-batch's gradient, widened, to those before."""
+        assert weight.grad is not None
+        wide = weight.grad.to(getattr(torch, str(self._recipe.accumulate_dtype)))
+        self._sums[weight] = self._sums[weight] + wide if weight in self._sums else wide
+        weight.grad = None
+
+    def _gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
+        return self._sums.get(weight, weight.grad)
+
     def _gradient_norm(self) -> float:
         """fp64 2-norms of the parameters' gradients, their squares added in the parameters' order."""
         total = 0.0
         for weight in self._weights.values():
-            if weight.grad is not None:
-                norm = float(torch._foreach_norm([weight.grad], 2, dtype=torch.float64)[0])
+            gradient = self._gradient(weight)
+            if gradient is not None:
+                norm = float(torch._foreach_norm([gradient], 2, dtype=torch.float64)[0])
                 total += norm * norm
         return math.sqrt(total)
 
@@ -73,11 +89,11 @@ class PlainTraining:
     @torch.no_grad()
     def _update(self, scale: float) -> None:
         for name, weight in self._weights.items():
-            master = self._masters[name]
-            if weight.grad is None:
+            master, gradient = self._masters[name], self._gradient(weight)
+            if gradient is None:
                 master.grad = None
                 continue
-            master.grad = weight.grad.to(device="cpu", dtype=torch.float32)
+            master.grad = gradient.to(device="cpu", dtype=torch.float32)
             if scale != 1.0:
                 master.grad.mul_(scale)
         self._optimizer.step()

@@ -43,8 +43,8 @@ def plan_rows(options: TrainOptions, recipe: Recipe, tokens: Tokens, target: Tar
 
 def placement_rows(report: Report, recipe: Recipe) -> list[Row]:
     """What is where, once it is there."""
-    weights = report.parameters * (4 if recipe.dtype == "float32" else 2)
-    state = report.host_nbytes - 2 * weights
+    weights, gradients = recipe.weight_nbytes, recipe.gradient_nbytes
+    state = report.host_nbytes - weights - gradients
     share = report.device_memory / weights
     return [
         (
@@ -55,8 +55,8 @@ def placement_rows(report: Report, recipe: Recipe) -> list[Row]:
         (
             "host",
             f"{format_size(report.host_nbytes)}: {_DTYPES[recipe.dtype]} weights {format_size(weights)}, "
-            f"gradients {format_size(weights)}, fp32 optimizer state {format_size(state)}; "
-            f"{report.host_nbytes / report.parameters:.1f} bytes a parameter",
+            f"gradients {format_size(gradients)}, fp32 optimizer state {format_size(state)}; "
+            f"{report.host_nbytes_per_parameter:.1f} bytes a parameter",
         ),
         ("layers", f"{report.layers}, each moved as one piece"),
     ]
@@ -97,8 +97,12 @@ def summary_rows(run: Run, report: Report, recipe: Recipe, target: Target) -> li
         (
             "moved",
             f"{format_size(report.host_to_device_nbytes)} to the device, "
-            f"{format_size(report.device_to_host_nbytes)} back; host memory traffic by count "
-            f"{format_size(report.dram_nbytes // max(report.steps, 1))} a step",
+            f"{format_size(report.device_to_host_nbytes)} back",
+        ),
+        (
+            "host",
+            f"{report.host_nbytes_per_parameter:.1f} bytes a parameter; traffic by count "
+            f"{format_size(report.dram_nbytes_per_step)} a step",
         ),
         ("update", _update_text(report)),
         ("time", _time_text(report)),
@@ -125,9 +129,9 @@ def _time_text(report: Report) -> str:
     """What the device did in the last iteration; the parts are the whole."""
     times = report.times
     return (
-        f"of the last iteration's {times.total:.4f} s on the device's clock: computing {times.busy:.4f} "
-        f"({times.busy_share:.0%}), waiting for updates {times.update:.4f}, for copies {times.copy:.4f}, "
-        f"in step() {times.step:.4f}"
+        f"of the last iteration's {times.total:.4f} s on the device's clock: busy {times.busy:.4f} "
+        f"({times.busy_share:.0%}), exposed optimizer {times.update + times.step:.4f} (waiting for updates "
+        f"{times.update:.4f}, in step() {times.step:.4f}), exposed copies {times.copy:.4f}"
     )
 
 

@@ -93,11 +93,26 @@ def results(
             "warm_up_steps": run.warm_up,
             "tokens_per_second": recipe.tokens_per_step / run.iteration_s,
             "device_peak_bytes": report.device_peak,
+            "host_bytes_per_parameter": report.host_nbytes_per_parameter,
+            "dram_bytes_per_step": report.dram_nbytes_per_step,
+            "device_iteration": _device_iteration(report),
             "loss_first": run.samples[0].loss,
             "loss_last": run.samples[-1].loss,
             "verify": None if comparison is None else dataclasses.asdict(comparison),
         },
         "report": dataclasses.asdict(report),
+    }
+
+
+def _device_iteration(report: Report) -> dict[str, float]:
+    """The last iteration on the device's clock; busy and the exposed times are the whole."""
+    times = report.times
+    return {
+        "total_s": times.total,
+        "busy_s": times.busy,
+        "busy_share": times.busy_share,
+        "exposed_optimizer_s": times.update + times.step,
+        "exposed_copy_s": times.copy,
     }
 
 

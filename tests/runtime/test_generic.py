@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD, Adagrad, Adamax, NAdam, Optimizer, RMSprop
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memferry_rt import UnsupportedError
-from memferry_rt.adapters.torch.rules import ParameterUpdate, UpdateRule
+from memferry_rt.adapters.torch.generic import ParameterUpdate, capture, state_keys
 
 
 class Lion(Optimizer):
@@ -55,27 +55,25 @@ def test_it_has_the_bits_of_the_class(name: str, dtype: torch.dtype) -> None:
     plain = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     user = build(plain)
     user.param_groups[0]["foreach"] = False
-    rule = UpdateRule(user)
-    assert rule.state_keys(user.param_groups[0]) == keys
+    assert state_keys(user, user.param_groups[0], 2) == keys
     masters = [parameter.detach().clone() for parameter in plain]
     rooms = [{key: torch.full_like(master, -9.0) for key in keys} for master in masters]
-    updates = [
-        ParameterUpdate(rule, master, room, user.state.get(parameter))
-        for parameter, master, room in zip(plain, masters, rooms, strict=True)
-    ]
+    updates = [ParameterUpdate(user, master) for master in masters]
+    states = [{key: value.clone() for key, value in user.state.get(parameter, {}).items()} for parameter in plain]
     weights = [torch.zeros(shape, dtype=dtype) for shape in shapes]
     for step in range(30):
         user.param_groups[0]["lr"] = 0.1 / (step + 1)
-        settings = rule.capture(user.param_groups[0])
+        settings = capture(user.param_groups[0])
         gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         for parameter, gradient in zip(plain, gradients, strict=True):
             parameter.grad = gradient.float() * 0.5
         user.step()
         user.param_groups[0]["lr"] = 77.0  # too late for what was captured
-        for update, gradient, weight in zip(updates, gradients, weights, strict=True):
+        for update, gradient, weight, state, room in zip(updates, gradients, weights, states, rooms, strict=True):
             kept = gradient.clone()
-            update.run(gradient, settings, 0.5, weight)
+            update.run(gradient, settings, 0.5, weight, state, room)
             assert torch.equal(gradient, kept)
+            assert all(state[key] is room[key] for key in keys)
     for parameter, master, room, weight in zip(plain, masters, rooms, weights, strict=True):
         assert torch.equal(parameter, master)
         assert torch.equal(weight, master.to(dtype))
@@ -83,44 +81,28 @@ def test_it_has_the_bits_of_the_class(name: str, dtype: torch.dtype) -> None:
             assert torch.equal(user.state[parameter][key], room[key]), key
 
 
-def test_training_goes_on_from_what_the_user_s_optimizer_has() -> None:
-    plain = torch.nn.Parameter(torch.ones(3, 5))
-    user = RMSprop([plain], momentum=0.5, foreach=False)
-    for _ in range(3):
-        plain.grad = torch.randn(3, 5)
-        user.step()
-    rule, group = UpdateRule(user), user.param_groups[0]
-    assert rule.state_keys(group) == ("momentum_buffer", "square_avg")
-    room = {key: torch.zeros(3, 5) for key in rule.state_keys(group)}
-    master = plain.detach().clone()
-    update = ParameterUpdate(rule, master, room, user.state[plain])
-    plain.grad = torch.randn(3, 5)
-    update.run(plain.grad, rule.capture(group), 1.0, None)
-    user.step()
-    assert torch.equal(plain, master)
-    assert torch.equal(user.state[plain]["square_avg"], room["square_avg"])
-
-
-def test_state_stays_in_its_room() -> None:
+def test_state_without_room_has_memory_of_its_own() -> None:
     user = SGD([torch.nn.Parameter(torch.ones(4))], lr=0.1, momentum=0.9)
-    room = torch.zeros(4)
-    update = ParameterUpdate(UpdateRule(user), torch.ones(4), {"momentum_buffer": room})
-    for _ in range(3):
-        update.run(torch.ones(4), UpdateRule.capture(user.param_groups[0]), 1.0, None)
-        assert update.state["momentum_buffer"] is room
+    state: dict[str, Any] = {}
+    ParameterUpdate(user, torch.ones(4)).run(torch.ones(4), capture(user.param_groups[0]), 1.0, None, state, {})
+    assert torch.equal(state["momentum_buffer"], torch.ones(4))
     assert user.state == {}
 
 
-def test_the_user_s_hooks_and_patches_are_not_run() -> None:
+def test_keys_are_found_from_the_state_that_there_is() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, 5))
+    user = RMSprop([parameter], momentum=0.5)
+    parameter.grad = torch.ones(3, 5)
+    user.step()
+    assert state_keys(user, user.param_groups[0], 2) == ("momentum_buffer", "square_avg")
+
+
+def test_nobody_s_hooks_and_patches_are_run() -> None:
     user = SGD([torch.nn.Parameter(torch.ones(4))], lr=0.1)
     user.register_step_pre_hook(lambda *_: pytest.fail("the user's hook ran"))
     user.step = lambda *_: pytest.fail("the user's step ran")  # type: ignore[method-assign]
-    UpdateRule(user).state_keys(user.param_groups[0])
-
-
-def test_what_needs_a_closure_is_refused() -> None:
-    user = torch.optim.LBFGS([torch.nn.Parameter(torch.ones(4))])
-    with pytest.raises(UnsupportedError, match="LBFGS"):
-        UpdateRule(user).state_keys(user.param_groups[0])
-    with pytest.raises(UnsupportedError, match="capturable"):
-        UpdateRule(NAdam([torch.nn.Parameter(torch.ones(4))], capturable=True))
+    everybody = register_optimizer_step_pre_hook(lambda *_: pytest.fail("a hook for all optimizers ran"))
+    try:
+        state_keys(user, user.param_groups[0], 1)
+    finally:
+        everybody.remove()
