@@ -17,7 +17,12 @@ from memferry_rt import UnsupportedError
 from .harness import Job, assert_same, offloaded, plain
 from .models import Decoder, next_token_loss
 
-pytestmark = pytest.mark.filterwarnings("ignore:(Ad|ASGD|Counting|NAdam|R|Together).*no native update")
+pytestmark = pytest.mark.filterwarnings("ignore:(Ad|ASGD|Counting|Mine|NAdam|R|Together).*no native update")
+
+
+class Mine(torch.optim.AdamW):
+    """A user's own."""
+
 
 CASES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "sgd": (SGD, {}),
@@ -33,6 +38,7 @@ CASES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "radam": (torch.optim.RAdam, {}),
     "asgd": (torch.optim.ASGD, {"t0": 3}),
     "rprop": (torch.optim.Rprop, {}),
+    "amsgrad": (Mine, {"amsgrad": True}),
     "adafactor": (torch.optim.Adafactor, {}),
 }
 
@@ -178,7 +184,7 @@ def test_steps_that_are_not_finite_and_parameters_without_a_gradient() -> None:
     memferry_rt.restore(pair.model)
 
 
-@pytest.mark.parametrize("name", ["momentum", "adagrad-fused", "nadam"])
+@pytest.mark.parametrize("name", ["momentum", "adagrad-fused", "nadam", "amsgrad"])
 @pytest.mark.parametrize("into", ["offloaded", "plain"])
 def test_a_checkpoint_resumes(name: str, into: str, tmp_path: Path) -> None:
     pair = Pair(name, async_step=True)
