@@ -249,6 +249,18 @@ class Counting(Optimizer):
             group["k"] += 1
 
 
+class CountingUnseen(Together):
+    """It counts them in place, in a tensor of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.steps = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.steps += 1
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
@@ -257,15 +269,17 @@ class Counting(Optimizer):
         (lambda p: RMSprop(p, capturable=True), "capturable"),
         (lambda p: SGD(p, lr=0.1, differentiable=True), "differentiable"),
         (Together, "Together.*others"),
-        (Counting, "Counting keeps 'k'"),
+        (Counting, "Counting keeps 'k'.*groups"),
+        (CountingUnseen, "CountingUnseen keeps 'steps'.*attributes"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_and_changes_nothing(build: Any, words: str) -> None:
     model = Decoder()
     before = [p.data_ptr() for p in model.parameters()]
-    random = torch.get_rng_state()
+    random, optimizer = torch.get_rng_state(), build(list(model.parameters()))
     with pytest.raises(UnsupportedError, match=words):
-        memferry_rt.offload(model, build(list(model.parameters())), device="emulated", device_memory="1MiB")
+        memferry_rt.offload(model, optimizer, device="emulated", device_memory="1MiB")
+    assert not getattr(optimizer, "steps", 0)
     assert before == [p.data_ptr() for p in model.parameters()]
     assert torch.equal(random, torch.get_rng_state())
 
