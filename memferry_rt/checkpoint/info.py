@@ -19,7 +19,7 @@ class CheckpointInfo:
     memferry, torch : str
         Versions that saved it.
     optimizer : str
-        ``"AdamW"`` or ``"Adam"``.
+        ``"AdamW"``, ``"Adam"``, or another class's name.
     nbytes : int
         Of its files of tensors.
     extra

@@ -17,7 +17,12 @@ from memferry_rt import UnsupportedError
 from .harness import Job, assert_same, offloaded, plain
 from .models import Decoder, next_token_loss
 
-pytestmark = pytest.mark.filterwarnings("ignore:(Ad|ASGD|Counting|NAdam|R|Together).*no native update")
+pytestmark = pytest.mark.filterwarnings("ignore:(Ad|ASGD|Counting|Mine|NAdam|R|Together).*no native update")
+
+
+class Mine(torch.optim.AdamW):
+    """A user's own."""
+
 
 CASES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "sgd": (SGD, {}),
@@ -33,6 +38,7 @@ CASES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "radam": (torch.optim.RAdam, {}),
     "asgd": (torch.optim.ASGD, {"t0": 3}),
     "rprop": (torch.optim.Rprop, {}),
+    "amsgrad": (Mine, {"amsgrad": True}),
     "adafactor": (torch.optim.Adafactor, {}),
 }
 
@@ -178,7 +184,7 @@ def test_steps_that_are_not_finite_and_parameters_without_a_gradient() -> None:
     memferry_rt.restore(pair.model)
 
 
-@pytest.mark.parametrize("name", ["momentum", "adagrad-fused", "nadam"])
+@pytest.mark.parametrize("name", ["momentum", "adagrad-fused", "nadam", "amsgrad"])
 @pytest.mark.parametrize("into", ["offloaded", "plain"])
 def test_a_checkpoint_resumes(name: str, into: str, tmp_path: Path) -> None:
     pair = Pair(name, async_step=True)
@@ -243,6 +249,18 @@ class Counting(Optimizer):
             group["k"] += 1
 
 
+class CountingUnseen(Together):
+    """It counts them in place, in a tensor of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.steps = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.steps += 1
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
@@ -251,15 +269,17 @@ class Counting(Optimizer):
         (lambda p: RMSprop(p, capturable=True), "capturable"),
         (lambda p: SGD(p, lr=0.1, differentiable=True), "differentiable"),
         (Together, "Together.*others"),
-        (Counting, "Counting keeps 'k'"),
+        (Counting, "Counting keeps 'k'.*groups"),
+        (CountingUnseen, "CountingUnseen keeps 'steps'.*attributes"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_and_changes_nothing(build: Any, words: str) -> None:
     model = Decoder()
     before = [p.data_ptr() for p in model.parameters()]
-    random = torch.get_rng_state()
+    random, optimizer = torch.get_rng_state(), build(list(model.parameters()))
     with pytest.raises(UnsupportedError, match=words):
-        memferry_rt.offload(model, build(list(model.parameters())), device="emulated", device_memory="1MiB")
+        memferry_rt.offload(model, optimizer, device="emulated", device_memory="1MiB")
+    assert not getattr(optimizer, "steps", 0)
     assert before == [p.data_ptr() for p in model.parameters()]
     assert torch.equal(random, torch.get_rng_state())
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from ...errors import UnsupportedError
 from ...layout import MOMENTS
@@ -19,7 +19,7 @@ from .state import Forms, Tensors
 STATE_KEYS = frozenset({"step", *MOMENTS})
 
 
-def check_adam(optimizer: Adam) -> None:
+def check_adam(optimizer: Optimizer) -> None:
     """Refuse what the update cannot honour.
 
     Raises

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Adam, Optimizer
+from torch.optim import Optimizer
 
 from ...checkpoint import CheckpointReader, TensorFile, TensorSpec, write_checkpoint
 from ...checkpoint.manifest import check_json, runtime_version
@@ -24,7 +24,7 @@ from .state import (
     Forms,
     ParameterState,
     check_holdable,
-    optimizer_type,
+    is_adam,
     persistent_buffers,
     plain_state,
 )
@@ -72,7 +72,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
             "memferry": runtime_version(),
             "torch": torch.__version__,
             "optimizer": {
-                "type": optimizer_type(optimizer),
+                "type": type(optimizer).__name__,
                 "groups": _groups(optimizer, states),
                 **_optimizer_values(optimizer, begun),
             },
@@ -154,7 +154,7 @@ def _tensors(begun: list[ParameterState]) -> Iterator[tuple[str, torch.Tensor]]:
 def _optimizer_values(optimizer: Optimizer, begun: list[ParameterState]) -> dict[str, Any]:
     """The state that is no tensor; of other optimizers than Adam also which tensors there are."""
     held = {state.name: state.optimizer for state in begun if state.optimizer is not None}
-    if isinstance(optimizer, Adam):
+    if is_adam(optimizer):
         return {"steps": {name: mine.values()["step"] for name, mine in held.items()}}
     return {"state": {name: [list(mine.tensors()), mine.values()] for name, mine in held.items()}}
 

@@ -167,6 +167,7 @@ class _Trial:
         shape = (2, 3, *[1] * ndim)[: max(ndim, 1)]  # a scalar's state all has its form
         self._settings = capture(group)
         self._optimizer = bare(optimizer)
+        self._optimizer.__dict__.update(_as_they_are(self._optimizer.__dict__))  # the user's are not to change
         generator = torch.Generator().manual_seed(1)
         draw = functools.partial(torch.randn, shape, generator=generator, dtype=torch.float32)
         self._parameters = [nn.Parameter(draw()) for _ in range(2)]
@@ -180,14 +181,14 @@ class _Trial:
             for parameter, gradient in zip(self._parameters, self._gradients[number], strict=True):
                 parameter.grad = gradient.clone()
             settings = {**self._settings, "params": members}
-            before = {**settings}, {**self._optimizer.__dict__}
+            before = _as_they_are(settings), _as_they_are(self._optimizer.__dict__)
             step_alone(self._optimizer, [settings])
             self._refuse_changes(settings, before[0], "its parameter groups")
             self._refuse_changes(self._optimizer.__dict__, before[1], "attributes of its own")
 
     def _refuse_changes(self, now: Mapping[str, Any], before: Mapping[str, Any], where: str) -> None:
-        for key, value in now.items():
-            if value is not before.get(key, self) and key != "param_groups" and not key.startswith("_need_device"):
+        for key, value in _as_they_are(now).items():
+            if key not in before or not _same(value, before[key]):
                 raise UnsupportedError(
                     f"optimizer: {type(self._optimizer).__name__} keeps {key!r}, which changes with every step, "
                     f"in {where}; offloading needs one that keeps what it needs in the state of each parameter"
@@ -217,6 +218,25 @@ def _example(optimizer: Optimizer, group: Mapping[str, Any], ndim: int, probe: t
                 for key, value in state.items()
             }
     return {}
+
+
+def _as_they_are(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """What may not change in a step, for a comparison after it."""
+    return {
+        key: copy.copy(value) if isinstance(value, (list, dict, set)) else _unshared(value)
+        for key, value in attributes.items()
+        if key not in ("params", "param_groups", "state") and not key.startswith("_need_device")
+    }
+
+
+def _unshared(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return one is other or bool(one == other)
 
 
 def _in_the_form_of(parameter: torch.Tensor, value: object) -> bool:

@@ -58,14 +58,16 @@ def offload(
     tensors on the device whose memory is host pages; weights are streamed to the device layer by layer,
     gradients leave it during backward, and ``optimizer.step()`` updates on the CPU in fp32.  Whatever the
     budget, the results are those of plain PyTorch with fp32 master weights and
-    ``torch.optim.AdamW(fused=True)`` on the CPU, bit for bit.
+    ``torch.optim.AdamW(fused=True)``, or another class with ``foreach=False``, on the CPU, bit for bit.
 
     Parameters
     ----------
     model : nn.Module
         On the CPU, the device, or ``meta``.  Gradients it already has are dropped.
-    optimizer : torch.optim.AdamW or torch.optim.Adam
-        Over parameters of the model.  Its own settings and schedulers stay in force.
+    optimizer : Optimizer
+        Over parameters of the model.  Its own settings and schedulers stay in force.  Of any class that updates
+        each parameter from its own gradient and state; ``AdamW``, ``Adam``, ``SGD``, ``Adagrad(fused=True)`` and
+        `Lion` have native kernels, the others warn that they are slower.
     device_memory : str or int
         Bytes, or text such as ``"24GiB"``: the device pool and what torch reserves together.  The CUDA context
         comes on top.  On the emulated device the pool alone counts.
@@ -91,7 +93,8 @@ def offload(
         Who updates.  ``"cpu"``: the CPU alone.  A number from 0 to 1: the device's share of the parameters, as far
         as `device_memory` has room for it; layers whose state can live there first, then layers whose state is
         streamed through it.  ``"auto"``: what has room lives there, and the rest is shared by measured speed.  It
-        never changes the result.
+        never changes the result.  For other optimizers than Adam and AdamW ``"auto"`` means ``"cpu"``, and a share
+        is refused.
     spare_slabs : str or int
         For how many layers host memory is taken twice, so that their update can be made during backward, while
         clipping does not bite.  ``"auto"``: as many as `host_memory` has room for, and none without it.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from ...errors import UnsupportedError
 from ...layout import MOMENTS
@@ -22,6 +22,7 @@ from .layer import LayerState
 from .native_adam import trusted_kernel
 from .native_one_state import trusted_one_state
 from .optimizer import OptimizerPatch
+from .state import is_adam
 from .update import AdamUpdate, ClassUpdate, LayerUpdate, OneStateUpdate
 
 Home = Mapping[nn.Parameter, tuple[LayerState, int]]
@@ -68,7 +69,7 @@ class AdamRule(UpdateRule):
 
     shared = True
 
-    def __init__(self, optimizer: Adam) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
         check_adam(optimizer)
 
@@ -166,8 +167,7 @@ def choose_rule(optimizer: Optimizer, model: nn.Module) -> UpdateRule:
     for number, group in enumerate(optimizer.param_groups):
         if not known.issuperset(group["params"]):
             raise UnsupportedError(f"optimizer: a parameter of group {number} does not belong to the model")
-    if type(optimizer) in (Adam, AdamW):
-        assert isinstance(optimizer, Adam)
+    if is_adam(optimizer):
         return AdamRule(optimizer)
     arithmetic = arithmetic_of(optimizer)
     kernel = None if arithmetic is None else trusted_one_state(arithmetic.name)

@@ -185,7 +185,7 @@ def plain_state(model: nn.Module, optimizer: Optimizer) -> Iterator[list[Paramet
         if parameter.is_meta:
             raise CheckpointError(f"{name} is on the meta device; give it memory first, for example to_empty()")
         group = groups.get(parameter)
-        kind = PlainMoments if isinstance(optimizer, Adam) else Entry
+        kind = PlainMoments if is_adam(optimizer) else Entry
         mine = None if group is None else kind(optimizer, group, parameter)
         states.append(ParameterState(plain_name(name), parameter, parameter.detach(), None, mine))
     yield states
@@ -229,7 +229,7 @@ def check_holdable(model: nn.Module, optimizer: Optimizer) -> None:
     """
     known = set(model.parameters())
     for number, group in enumerate(optimizer.param_groups):
-        if isinstance(optimizer, Adam) and group.get("amsgrad"):
+        if is_adam(optimizer) and group.get("amsgrad"):
             raise CheckpointError("optimizer: amsgrad=True is not supported by checkpoints")
         if not known.issuperset(group["params"]):
             raise CheckpointError(f"optimizer: a parameter of group {number} does not belong to the model")
@@ -239,7 +239,6 @@ def check_holdable(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def optimizer_type(optimizer: Optimizer) -> str:
-    if isinstance(optimizer, Adam):
-        return "AdamW" if isinstance(optimizer, AdamW) else "Adam"
-    return type(optimizer).__name__
+def is_adam(optimizer: Optimizer) -> bool:
+    """Whether it is one of PyTorch's own two; a subclass may keep and do anything."""
+    return type(optimizer) in (Adam, AdamW)
