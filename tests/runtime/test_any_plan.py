@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memferry_rt.adapters.torch import runtime
+from memferry_rt.adapters.torch import native_adam, runtime
 from memferry_rt.updates import UpdateQueue
 
 from .harness import Job, Result, assert_same, offloaded, plain
@@ -69,11 +69,15 @@ def test_any_plan(run: str, accumulate: int, half: bool, workers: int, feeder: b
     assert_same(_expected(run, accumulate, half), got)
 
 
+@pytest.mark.filterwarnings("ignore:memferry_rt was installed without its native")
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_any_number_of_workers(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_any_number_of_workers(workers: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "UpdateQueue", lambda **options: UpdateQueue(workers, **options))
-    for kernel in (runtime.trusted_kernel, lambda: None):  # native calls, and Python
-        monkeypatch.setattr(runtime, "trusted_kernel", kernel)
-        assert_same(
-            _expected("plainly", 1, False), offloaded(_job("plainly", 1, False), share=1.0, optimizer_split="cpu")
-        )
+    if not native:
+        monkeypatch.setattr(native_adam, "load_adam", lambda: None)
+    native_adam.trusted_kernel.cache_clear()
+    try:
+        assert_same(_expected("plainly", 1, False), offloaded(_job("plainly", 1, False), share=1.0))
+    finally:
+        native_adam.trusted_kernel.cache_clear()
