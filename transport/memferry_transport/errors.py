@@ -9,3 +9,7 @@ class TransportError(MemFerryError):
 
 class InvalidTransferError(TransportError, ValueError):
     """A transfer that cannot be carried out as asked; nothing was copied."""
+
+
+class CalibrationError(TransportError):
+    """A calibration that cannot be made, read or written, or that is of another machine."""

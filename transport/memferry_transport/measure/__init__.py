@@ -1,0 +1,30 @@
+"""Measuring links and ways: nvbandwidth's method and cases, and ours, on any driver."""
+
+# The cases enter themselves in the catalogue, in this order.
+from . import host_cases, peer_cases, memory_cases, kernel_cases  # noqa: I001
+from .bench import Bench, Load
+from .catalogue import CASES, Case, find_case, leave_out, run_case
+from .errors import CorruptedError, NotRunError
+from .hold import has_virtual_clock
+from .options import MeasureOptions
+from .result import CaseResult, Matrix
+
+__all__ = [
+    "CASES",
+    "Bench",
+    "Case",
+    "CaseResult",
+    "CorruptedError",
+    "Load",
+    "Matrix",
+    "MeasureOptions",
+    "NotRunError",
+    "find_case",
+    "has_virtual_clock",
+    "host_cases",
+    "kernel_cases",
+    "leave_out",
+    "memory_cases",
+    "peer_cases",
+    "run_case",
+]
