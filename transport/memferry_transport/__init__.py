@@ -1,7 +1,16 @@
 """MemFerry's transport: bytes between hosts and devices, on the fastest way the machine has."""
 
+from .calibration import Calibration, Measured
 from .engine import TransferEngine
-from .errors import InvalidTransferError, TransportError
+from .errors import CalibrationError, InvalidTransferError, TransportError
 from .transfer import Transfer
 
-__all__ = ["InvalidTransferError", "Transfer", "TransferEngine", "TransportError"]
+__all__ = [
+    "Calibration",
+    "CalibrationError",
+    "InvalidTransferError",
+    "Measured",
+    "Transfer",
+    "TransferEngine",
+    "TransportError",
+]

@@ -8,9 +8,9 @@ import typer
 
 from ..errors import ToolError
 from ..version import version
-from . import train
+from . import bandwidth, topo, train
 
-COMMANDS = {"train": train.command}
+COMMANDS = {"bandwidth": bandwidth.command, "topo": topo.command, "train": train.command}
 
 
 def invoke(arguments: list[str]) -> int:

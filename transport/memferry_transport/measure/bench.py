@@ -8,6 +8,7 @@ from types import TracebackType
 
 from memferry_allocator import Driver, InvalidRequestError, Stream
 
+from ..calibration import Calibration
 from .buffers import Buffers
 from .hold import Plug
 from .options import MeasureOptions
@@ -40,6 +41,8 @@ class Bench:
     devices : sequence of int
         The devices that take part.
     options : MeasureOptions, optional
+    machine : str
+        What a calibration made here counts for.
 
     Raises
     ------
@@ -47,8 +50,11 @@ class Bench:
         No device, one twice, or one that does not exist.
     """
 
-    def __init__(self, driver: Driver, devices: Sequence[int], options: MeasureOptions | None = None) -> None:
+    def __init__(
+        self, driver: Driver, devices: Sequence[int], options: MeasureOptions | None = None, *, machine: str = ""
+    ) -> None:
         self.driver = driver
+        self.machine = machine
         self.devices = tuple(devices)
         self.options = options or MeasureOptions()
         count = driver.device_count
@@ -60,6 +66,7 @@ class Bench:
             )
         self.buffers = Buffers(driver, self.options.largest)
         self._plug: Plug | None = None
+        self._calibration: Calibration | None = None
 
     def __enter__(self) -> Bench:
         return self
@@ -74,11 +81,28 @@ class Bench:
         self.driver.synchronize_all()
         self.buffers.close()
 
+    def calibration(self) -> Calibration:
+        """What the ways of the bench's devices cost: as given with `use`, else measured now, once."""
+        if self._calibration is None:
+            from .calibrate import calibrate  # which measures on a bench
+
+            self._calibration = calibrate(self, self.machine)
+        return self._calibration
+
+    def use(self, calibration: Calibration) -> None:
+        """Decide by a calibration that was made earlier."""
+        self._calibration = calibration
+
+    @property
+    def calibrated(self) -> Calibration | None:
+        """The calibration, if there is one yet."""
+        return self._calibration
+
     def seconds(self, loads: Sequence[Load], *, hold: bool = True) -> list[list[float]]:
         """Run `loads` at once, as often as the options say.
 
-        Each sample: all streams are held back, the loads are enqueued, each between two events of its stream, and
-        the streams are let go together.  A sample whose streams were let go too early is taken again.  One run
+        Each sample: all streams are held back, the loads are enqueued in turns, each between two events of its
+        stream, and the streams are let go together.  A sample whose streams were let go too early is taken again.  One run
         comes before that and is not counted.
 
         Parameters
@@ -108,10 +132,12 @@ class Bench:
                 plug.hold([load.stream for load in loads])
             for load, (start, _) in zip(loads, events, strict=True):
                 load.stream.record(start)
-            for load, (_, end) in zip(loads, events, strict=True):
-                for _ in range(load.times):
-                    load.enqueue()
-                load.stream.record(end)
+            for turn in range(max(load.times for load in loads)):
+                for load, (_, end) in zip(loads, events, strict=True):
+                    if turn < load.times:
+                        load.enqueue()
+                    if turn == load.times - 1:
+                        load.stream.record(end)
             held = not hold or plug.held()
             for load in loads:
                 load.stream.synchronize()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from memferry_allocator import ArenaOptions, Driver, DriverError, HostArena, Span, Stream
+from memferry_allocator import ArenaOptions, Driver, HostArena, Span, Stream
 
+from ..verify import allow_peer_access
 from .errors import CorruptedError
 
 Bytes = npt.NDArray[np.uint8]
@@ -44,7 +44,6 @@ class Buffers:
         self._hosts: dict[tuple[int, str], Bytes] = {}
         self._devices: dict[tuple[int, str], int] = {}
         self._streams: dict[tuple[int, str], Stream] = {}
-        self._undo: list[Callable[[], None]] = []
 
     def host(self, device: int, role: str) -> Span:
         """Registered host memory near a device."""
@@ -87,16 +86,10 @@ class Buffers:
         return self._streams[key]
 
     def can_reach(self, device: int, peer: int) -> bool:
-        """Whether one device reads and writes another's memory; from then on it may."""
+        """Whether one device reads and writes another's memory; from then on it may, and stays so."""
         if not self.driver.can_access_peer(device, peer):
             return False
-        try:
-            self.driver.enable_peer_access(device, peer)
-        except DriverError as error:
-            if error.code != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":
-                raise
-        else:
-            self._undo.append(lambda: self.driver.disable_peer_access(device, peer))
+        allow_peer_access(self.driver, device, peer)
         return True
 
     # -- what arrived ----------------------------------------------------------------------------------
@@ -140,12 +133,10 @@ class Buffers:
             stream.close()
         for (device, _), ptr in self._devices.items():
             self.driver.free(device, ptr)
-        for undo in reversed(self._undo):
-            undo()
         self._hosts.clear()
         for arena in self._arenas.values():
             arena.close()
-        for held in (self._streams, self._devices, self._undo, self._arenas):
+        for held in (self._streams, self._devices, self._arenas):
             held.clear()
 
     def _copy(self, device: int, dst: int, src: int, nbytes: int) -> None:
