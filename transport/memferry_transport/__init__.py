@@ -1,7 +1,7 @@
 """MemFerry's transport: bytes between hosts and devices, on the fastest way the machine has."""
 
 from .engine import TransferEngine
-from .errors import InvalidTransferError, TransportError
+from .errors import InvalidTransferError, TopologyError, TransportError
 from .transfer import Transfer
 
-__all__ = ["InvalidTransferError", "Transfer", "TransferEngine", "TransportError"]
+__all__ = ["InvalidTransferError", "TopologyError", "Transfer", "TransferEngine", "TransportError"]

@@ -9,3 +9,17 @@ class TransportError(MemFerryError):
 
 class InvalidTransferError(TransportError, ValueError):
     """A transfer that cannot be carried out as asked; nothing was copied."""
+
+
+class TopologyError(TransportError, ValueError):
+    """A machine's description that is malformed or contradicts itself.
+
+    Attributes
+    ----------
+    field : str
+        Where, as in ``peer_links[3].between``.
+    """
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
