@@ -2,7 +2,7 @@
 
 from .calibration import Calibration, Measured
 from .engine import TransferEngine
-from .errors import CalibrationError, InvalidTransferError, TransportError
+from .errors import CalibrationError, InvalidTransferError, TopologyError, TransportError
 from .transfer import Transfer
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "CalibrationError",
     "InvalidTransferError",
     "Measured",
+    "TopologyError",
     "Transfer",
     "TransferEngine",
     "TransportError",

@@ -13,3 +13,17 @@ class InvalidTransferError(TransportError, ValueError):
 
 class CalibrationError(TransportError):
     """A calibration that cannot be made, read or written, or that is of another machine."""
+
+
+class TopologyError(TransportError, ValueError):
+    """A machine's description that is malformed or contradicts itself.
+
+    Attributes
+    ----------
+    field : str
+        Where, as in ``peer_links[3].between``.
+    """
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
