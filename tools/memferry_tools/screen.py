@@ -51,7 +51,7 @@ class Screen:
             table.add_column(Text(name), justify="right" if number else "left", no_wrap=True)
         for line in lines:
             table.add_row(*(Text(cell) for cell in line))
-        self._console.print(Padding(table, (0, 0, 0, 2)), width=None if self._terminal else _WIDEST)
+        self._console.print(Padding(table, (0, 0, 0, 2), expand=False), width=None if self._terminal else _WIDEST)
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[str, str], None]]:

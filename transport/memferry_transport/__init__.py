@@ -1,17 +1,37 @@
 """MemFerry's transport: bytes between hosts and devices, on the fastest way the machine has."""
 
 from .calibration import Calibration, Measured
+from .cost import LinearCost
 from .engine import TransferEngine
-from .errors import CalibrationError, InvalidTransferError, TopologyError, TransportError
-from .transfer import Transfer
+from .errors import (
+    CalibrationError,
+    InvalidTransferError,
+    TopologyError,
+    TransferCancelledError,
+    TransferFailedError,
+    TransportError,
+)
+from .health import HealthReport
+from .options import TransferOptions
+from .paths import Path
+from .runs import PathShare
+from .transfer import Transfer, TransferStatus
 
 __all__ = [
     "Calibration",
     "CalibrationError",
+    "HealthReport",
     "InvalidTransferError",
+    "LinearCost",
     "Measured",
+    "Path",
+    "PathShare",
     "TopologyError",
     "Transfer",
+    "TransferCancelledError",
     "TransferEngine",
+    "TransferFailedError",
+    "TransferOptions",
+    "TransferStatus",
     "TransportError",
 ]

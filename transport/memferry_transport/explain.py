@@ -17,7 +17,9 @@ def explain(calibration: Calibration) -> str:
         f"{calibration.machine}: {calibration.source}, {calibration.date}, slices of "
         f"{format_size(calibration.slice_bytes)}"
     ]
-    for (path, direction), measured in sorted(calibration.ways.items(), key=lambda item: (item[0][0].device, str(item))):
+    for (path, direction), measured in sorted(
+        calibration.ways.items(), key=lambda item: (item[0][0].device, str(item))
+    ):
         cost = measured.cost
         lines.append(
             f"device {path.device}, {direction.value}, {path}: {cost.alpha_s * 1e6:.1f} us + bytes / "
@@ -36,7 +38,9 @@ def _evidence(measured: Measured) -> str:
     if not measured.samples:
         return ""
     errors = [
-        abs(measured.cost.seconds(size) / median(seconds) - 1) for size, seconds in measured.samples.items() if seconds
+        abs(measured.cost.seconds(size) / median(seconds) - 1)
+        for size, seconds in measured.samples.items()
+        if seconds
     ]
     count = sum(len(seconds) for seconds in measured.samples.values())
     low, high = min(measured.samples), max(measured.samples)

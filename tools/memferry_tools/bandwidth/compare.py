@@ -55,8 +55,12 @@ def compare(first: Path, second: Path, tolerance: float, screen: Screen) -> int:
         raise ToolError(f"--compare: {first} and {second} have no value in common; run the same cases")
     screen.title(f"{first} to {second}")
     if before["machine"].get("make") != after["machine"].get("make"):
-        screen.rows([("note", f"of two machines: {before['machine'].get('make')}, {after['machine'].get('make')}")])
-    screen.table(("case", "row", "column", "before", "after", "ratio"), [_row(change, tolerance) for change in found])
+        screen.rows(
+            [("note", f"of two machines: {before['machine'].get('make')}, {after['machine'].get('make')}")]
+        )
+    screen.table(
+        ("case", "row", "column", "before", "after", "ratio"), [_row(change, tolerance) for change in found]
+    )
     worse = [change for change in found if change.gain < 1 - tolerance]
     screen.rows([("compared", f"{len(found)} values, {len(worse)} worse by more than {tolerance:.0%}")])
     return 1 if worse else 0

@@ -71,6 +71,7 @@ def read_document(path: Path) -> dict[str, Any]:
         raise ToolError(f"--compare: {path} was not written by memferry bandwidth --json")
     if found.get("schema_version") != SCHEMA_VERSION:
         raise ToolError(
-            f"--compare: {path} has schema version {found.get('schema_version')}, this MemFerry reads {SCHEMA_VERSION}"
+            f"--compare: {path} has schema version {found.get('schema_version')}; "
+            f"this MemFerry reads {SCHEMA_VERSION}"
         )
     return found

@@ -34,7 +34,7 @@ def to_csv(results: Sequence[CaseResult]) -> str:
 
 
 def to_nvbandwidth(results: Sequence[CaseResult], devices: Sequence[str], driver: str | None) -> dict[str, Any]:
-    """The cases that nvbandwidth has, in the form of its ``--json`` output, numbers in quotes and ``N/A`` included.
+    """The cases that nvbandwidth has, as its own ``--json`` has them: numbers are text, or ``N/A``.
 
     Parameters
     ----------

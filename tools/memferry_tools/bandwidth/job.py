@@ -29,7 +29,7 @@ from . import plot
 from .document import document
 from .export import to_csv, to_nvbandwidth
 from .options import BandwidthOptions
-from .show import result_line, show_result, summary_rows
+from .show import result_line, show_result, summary_lines
 
 
 def run(options: BandwidthOptions) -> int:
@@ -88,7 +88,7 @@ class _Run:
         )
         if results:
             self.screen.title("summary")
-            self.screen.rows(summary_rows(content["summary"]))
+            self.screen.lines("\n".join(summary_lines(content["summary"])))
         if self.options.explain and known is not None:
             self.screen.title("what the transfer engine decides by")
             self.screen.lines(explain(known))
@@ -97,7 +97,7 @@ class _Run:
 
     # -- the calibration ---------------------------------------------------------------------------------
     def _recall(self, bench: Bench) -> None:
-        """Use what was measured of this machine earlier; emulated machines are as quick to measure as to recall."""
+        """Use what was measured of this machine earlier; of emulated ones nothing is kept."""
         if self.emulated or self.options.recalibrate:
             return
         found = load_calibration(self.machine)
@@ -156,7 +156,9 @@ class _Run:
 
     def _settings_rows(self) -> list[Row]:
         settings: MeasureOptions = self.settings
-        clock = "the EMULATED devices' virtual clock; says nothing about this machine" if self.emulated else "events"
+        clock = (
+            "the EMULATED devices' virtual clock; says nothing about this machine" if self.emulated else "events"
+        )
         return [
             ("machine", self.machine),
             ("devices", ", ".join(map(str, self.devices))),
@@ -166,7 +168,11 @@ class _Run:
 
 
 def _open(kind: str, fixture: str | None) -> Driver:
-    emulated = EmulatedOptions(device_count=2) if fixture is None else emulated_options(machine(fixture))
+    # Nothing runs earlier than it must: then what is under way can be asked, as on a real device.
+    if fixture is None:
+        emulated = EmulatedOptions(device_count=2, eagerness=0.0)
+    else:
+        emulated = emulated_options(machine(fixture), eagerness=0.0)
     try:
         return open_driver(kind, emulated=emulated)
     except DriverError as error:

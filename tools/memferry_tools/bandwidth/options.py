@@ -135,7 +135,9 @@ def _cases(everything: bool, named: list[str], *, only_ways: bool) -> tuple[str,
         try:
             find_case(name)
         except InvalidRequestError as error:
-            raise ToolError(f"--case: {str(error).removeprefix('case: ')}; see memferry bandwidth --list") from None
+            raise ToolError(
+                f"--case: {str(error).removeprefix('case: ')}; see memferry bandwidth --list"
+            ) from None
     return tuple(dict.fromkeys(named)) if named or only_ways else DEFAULT_CASES
 
 

@@ -22,9 +22,15 @@ def draw(results: Sequence[CaseResult], title: str) -> bytes:
     ToolError
         matplotlib is missing, or there is nothing to draw.
     """
-    shown = [result for result in results if result.matrix is not None and result.matrix.column == "bytes"]
+    shown = [
+        result
+        for result in results
+        if result.matrix is not None and result.matrix.column == "bytes" and len(result.matrix.columns) > 1
+    ]
     if not shown:
-        raise ToolError("--plot: no case that was run measures by size; add for example --case host_to_device_by_size")
+        raise ToolError(
+            "--plot: no case that was run measures by size; add for example --case host_to_device_by_size"
+        )
     figure = _figure(1 + (len(shown) - 1) // 2, min(2, len(shown)))
     figure.suptitle(title)
     for number, result in enumerate(shown):
@@ -56,8 +62,14 @@ def _plot(axes: Any, result: CaseResult) -> None:
     for row in matrix.rows:
         points = [(int(column), matrix.value(row, column)) for column in matrix.columns]
         known = [(size, value) for size, value in points if value is not None]
-        axes.plot([size for size, _ in known], [value for _, value in known], marker=".", label=f"{matrix.row} {row}")
+        axes.plot(
+            [size for size, _ in known],
+            [value for _, value in known],
+            marker=".",
+            label=row if matrix.row == "ways" else f"{matrix.row} {row}",
+        )
     axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("bytes")
     axes.set_ylabel(result.unit)
     axes.set_title(result.name)

@@ -8,9 +8,10 @@ from typing import Any
 from memferry_allocator import format_size
 from memferry_transport.measure import CaseResult, Matrix
 
-from ..screen import Row, Screen
+from ..screen import Screen
 
 _MOST_COLUMNS = 8
+_LABEL = 28
 
 
 def show_result(screen: Screen, result: CaseResult) -> None:
@@ -28,19 +29,19 @@ def result_line(result: CaseResult) -> str:
     if result.matrix is None:
         return f"{result.name}: {result.status}: {result.reason}"
     known = [value for row in result.matrix.values() for value in row if value is not None]
-    low, high = min(known), max(known)
-    return f"{result.name}: {low:.4g}{'' if low == high else f' to {high:.4g}'} {result.unit}"
+    low, high = f"{min(known):.4g}", f"{max(known):.4g}"
+    return f"{result.name}: {low if low == high else f'{low} to {high}'} {result.unit}"
 
 
-def summary_rows(summary: Mapping[str, Any]) -> list[Row]:
+def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     """The summary, as far as it was measured."""
-    rows = []
+    lines = []
     for name, value in summary.items():
         parts = value if isinstance(value, dict) else {"": value}
         known = [f"{_label(key)} {_number(part)}".strip() for key, part in parts.items() if part is not None]
         if known:
-            rows.append((name, ", ".join(known)))
-    return rows
+            lines.append(f"{name:<{_LABEL}} {', '.join(known)}")
+    return lines
 
 
 def _table(matrix: Matrix) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -48,12 +49,12 @@ def _table(matrix: Matrix) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     values = {(row, column): matrix.value(row, column) for row in matrix.rows for column in matrix.columns}
     if len(matrix.columns) <= _MOST_COLUMNS:
         head = (f"{matrix.row} \\ {matrix.column}", *map(_label, matrix.columns))
-        lines = [
-            (_label(row), *(_cell(values[row, column]) for column in matrix.columns)) for row in matrix.rows
-        ]
+        lines = [(_label(row), *(_cell(values[row, column]) for column in matrix.columns)) for row in matrix.rows]
         return head, lines
     head = (f"{matrix.column} \\ {matrix.row}", *map(_label, matrix.rows))
-    return head, [(_label(column), *(_cell(values[row, column]) for row in matrix.rows)) for column in matrix.columns]
+    return head, [
+        (_label(column), *(_cell(values[row, column]) for row in matrix.rows)) for column in matrix.columns
+    ]
 
 
 def _label(text: str) -> str:
@@ -62,7 +63,7 @@ def _label(text: str) -> str:
 
 
 def _cell(value: float | None) -> str:
-    return "N/A" if value is None else f"{value:.2f}" if value >= 1 else f"{value:.4f}"
+    return "N/A" if value is None else f"{value:.2f}" if round(value, 4) >= 1 else f"{value:.4f}"
 
 
 def _number(value: float) -> str:

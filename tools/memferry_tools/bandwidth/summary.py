@@ -57,7 +57,9 @@ def _direct_over_plain(matrix: Matrix | None) -> float | None:
 def _overhead(matrix: Matrix | None) -> float | None:
     if matrix is None:
         return None
-    pairs = [(matrix.value("engine.copy", column), matrix.value("driver.copy", column)) for column in matrix.columns]
+    pairs = [
+        (matrix.value("engine.copy", column), matrix.value("driver.copy", column)) for column in matrix.columns
+    ]
     return median(several - plain for several, plain in pairs if several is not None and plain is not None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +11,11 @@ from ..errors import ToolError
 from ..version import version
 from . import bandwidth, topo, train
 
-COMMANDS = {"bandwidth": bandwidth.command, "topo": topo.command, "train": train.command}
+COMMANDS: dict[str, Callable[..., int]] = {
+    "bandwidth": bandwidth.command,
+    "topo": topo.command,
+    "train": train.command,
+}
 
 
 def invoke(arguments: list[str]) -> int:

@@ -85,7 +85,9 @@ def _peers(axes: Any, topology: Topology) -> None:
     if len(reached) > _MOST_LABELS:
         kinds = ", ".join(sorted({link.label for link in reached}))
         top = axes.get_ylim()[1]
-        axes.text((len(topology.devices) - 1) / 2, top - 0.1, f"{len(reached)} pairs: {kinds}", ha="center", va="top")
+        axes.text(
+            (len(topology.devices) - 1) / 2, top - 0.1, f"{len(reached)} pairs: {kinds}", ha="center", va="top"
+        )
 
 
 def _arc(axes: Any, link: PeerLink, label: str) -> None:

@@ -102,8 +102,8 @@ class Bench:
         """Run `loads` at once, as often as the options say.
 
         Each sample: all streams are held back, the loads are enqueued in turns, each between two events of its
-        stream, and the streams are let go together.  A sample whose streams were let go too early is taken again.  One run
-        comes before that and is not counted.
+        stream, and the streams are let go together.  A sample whose streams were let go too early is taken again.
+        One run comes before that and is not counted.
 
         Parameters
         ----------

@@ -51,7 +51,7 @@ def _multi_path(bench: Bench, direction: Direction) -> Matrix:
     """By set of ways, size of slice, and size; of the bench's first device."""
     device, unit = bench.devices[0], slice_bytes_of(bench)
     helpers = _helpers(bench, device)
-    sizes = bench.options.sizes(least=unit, step=2)
+    sizes = bench.options.sizes(least=unit, coarse=True)
     variants: dict[str, TransferOptions] = {}
     for count in range(1, len(helpers) + 1):
         for slice_bytes in (unit // 2, unit, 2 * unit) if count == len(helpers) else (unit,):
@@ -90,7 +90,7 @@ def _multi_out(bench: Bench) -> Matrix:
 def _as_it_comes(bench: Bench, direction: Direction) -> Matrix:
     """An engine with nothing but the calibration, beside plain copies of the same run."""
     device = bench.devices[0]
-    matrix = Matrix.of("ways", [DIRECT, ENGINE], "bytes", bench.options.sizes(least=64 << 10, step=2))
+    matrix = Matrix.of("ways", [DIRECT, ENGINE], "bytes", bench.options.sizes(least=64 << 10, coarse=True))
     for column in matrix.columns:
         nbytes = int(column)
         matrix.put(DIRECT, nbytes, _rates(bench, _plain_load(bench, device, direction, nbytes), nbytes))

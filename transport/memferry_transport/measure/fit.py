@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +44,7 @@ def _robust_line(sizes: npt.NDArray[np.float64], times: npt.NDArray[np.float64])
     scale = sizes[-1]
     columns = np.stack([np.ones_like(sizes), sizes / scale], axis=1) / times[:, None]
     weights = np.ones_like(sizes)
-    found: npt.NDArray[np.float64] = np.zeros(2)
+    found: npt.NDArray[np.floating[Any]] = np.zeros(2)
     for _ in range(_ROUNDS):
         root = np.sqrt(weights)
         found = np.linalg.lstsq(columns * root[:, None], root, rcond=None)[0]

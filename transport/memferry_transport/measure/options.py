@@ -44,10 +44,10 @@ class MeasureOptions:
         """Bytes of the largest copy of any case."""
         return 2 * self.nbytes
 
-    def sizes(self, *, least: int = SWEEP[0], step: int = 1) -> tuple[int, ...]:
-        """Every `step`-th size of the sweep from `least` to `largest`, the last one included."""
+    def sizes(self, *, least: int = SWEEP[0], coarse: bool = False) -> tuple[int, ...]:
+        """The sweep from `least` to `largest`; coarse: the powers of four, and the last."""
         sizes = [size for size in SWEEP if least <= size <= self.largest]
-        return tuple(reversed(sizes[::-1][::step]))
+        return tuple(size for size in sizes if not coarse or size.bit_length() % 2 or size == sizes[-1])
 
     def copies_of(self, nbytes: int) -> int:
         """Copies in a sample of this size: of small ones more, so that the device's clock can tell them."""
