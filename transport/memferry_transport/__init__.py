@@ -4,7 +4,8 @@ from .calibration import Calibration, Measured
 from .cost import LinearCost
 from .engine import TransferEngine
 from .errors import InvalidTransferError, TransferCancelledError, TransferFailedError, TransportError
-from .health import HealthReport
+from .faulty import Fault, FaultKind, FaultyDriver
+from .health import Edge, HealthReport
 from .options import TransferOptions
 from .paths import Path
 from .runs import PathShare
@@ -12,6 +13,10 @@ from .transfer import Transfer, TransferStatus
 
 __all__ = [
     "Calibration",
+    "Edge",
+    "Fault",
+    "FaultKind",
+    "FaultyDriver",
     "HealthReport",
     "InvalidTransferError",
     "LinearCost",
