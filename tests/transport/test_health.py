@@ -142,6 +142,7 @@ def test_a_helper_that_fails_at_any_hop(direction: Direction, kind: FaultKind, h
     assert states["via device 1"].usable_in_s == (math.inf if failed and kind is FaultKind.VANISH else 0)
     assert fleet.engine.bytes_moved[direction] == 4000
     if kind is FaultKind.FAIL:
+        fleet.driver.arm()
         fleet.restore()
         again = fleet.move(direction)
         again.synchronize()
