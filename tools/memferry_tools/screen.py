@@ -29,7 +29,9 @@ class Screen:
 
     def __init__(self) -> None:
         self._terminal = sys.stdout.isatty()
-        self._console = _Console(force_terminal=self._terminal, highlight=False)
+        self._console = _Console(
+            force_terminal=self._terminal, highlight=False, width=None if self._terminal else _WIDEST
+        )
 
     def title(self, text: str) -> None:
         self._print(Text(text, style="bold"))
@@ -44,14 +46,14 @@ class Screen:
         for line in text.splitlines():
             self._print(Text(f"  {line}"))
 
-    def table(self, head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-        """A table; the first column to the left, the others to the right."""
+    def table(self, head: Sequence[str], lines: Sequence[Sequence[str]], *, words: int = 1) -> None:
+        """A table; the first columns, as many as hold `words`, to the left, the others to the right."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
         for number, name in enumerate(head):
-            table.add_column(Text(name), justify="right" if number else "left", no_wrap=True)
+            table.add_column(Text(name), justify="left" if number < words else "right", no_wrap=not self._terminal)
         for line in lines:
             table.add_row(*(Text(cell) for cell in line))
-        self._console.print(Padding(table, (0, 0, 0, 2), expand=False), width=None if self._terminal else _WIDEST)
+        self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[str, str], None]]:

@@ -11,7 +11,8 @@ from .errors import (
     TransferFailedError,
     TransportError,
 )
-from .health import HealthReport
+from .faulty import Fault, FaultKind, FaultyDriver
+from .health import Edge, HealthReport
 from .options import TransferOptions
 from .paths import Path
 from .runs import PathShare
@@ -20,6 +21,10 @@ from .transfer import Transfer, TransferStatus
 __all__ = [
     "Calibration",
     "CalibrationError",
+    "Edge",
+    "Fault",
+    "FaultKind",
+    "FaultyDriver",
     "HealthReport",
     "InvalidTransferError",
     "LinearCost",

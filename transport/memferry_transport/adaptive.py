@@ -14,6 +14,7 @@ from .runs import PathShare
 TOLERANCE = 0.05
 MOST_SHIFTED = 0.25  # of a transfer's slices
 REMEMBERED = 8
+ENOUGH = 4  # slices that a way must carry before its rate says anything
 
 
 class Situation(NamedTuple):
@@ -89,7 +90,7 @@ class Adaptive:
                 continue
             times = [took or 0.0 for took in seconds]
             for share, took in zip(shares, times, strict=True):
-                if share.path is not None and took > 0:
+                if share.path is not None and took > 0 and share.nbytes >= ENOUGH * self._slice_bytes:
                     seen.append((share.path, share.nbytes / took))
             if key not in learnt and tuple(share.path for share in shares) == key.paths:
                 learnt.add(key)  # one step: the others were shared out before it, too

@@ -15,6 +15,10 @@ class Carrier(Protocol):
     """One way's streams.  Not thread-safe: the engine's lock is held round every call."""
 
     @property
+    def hops(self) -> int:
+        """Driver copies that a piece takes."""
+
+    @property
     def slice_bytes(self) -> int | None:
         """The longest piece that it takes; None: any."""
 
@@ -28,6 +32,7 @@ class Carrier(Protocol):
 class DirectLink:
     """One driver copy a piece, of any size, on one stream."""
 
+    hops = 1
     slice_bytes: int | None = None
 
     def __init__(self, driver: Driver, lane: Stream) -> None:
@@ -57,6 +62,7 @@ class Relay:
         Gives the buffers back; called once nothing uses them.
     """
 
+    hops = 2
     slice_bytes: int
 
     def __init__(

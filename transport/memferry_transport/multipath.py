@@ -13,7 +13,7 @@ from .pieces import Piece, deal, overlap
 from .planner import Plan, Planner
 from .quotas import SLOWEST
 from .relays import Relays
-from .runs import PathShare, Run
+from .runs import Run
 from .transfer import Transfer
 
 
@@ -99,7 +99,7 @@ class MultiPath:
         if self._timed and not any(run.error for run in runs):
             self._planner.adaptive.watch(plan.situation, shares)
         carried = tuple(share for share in shares if share.nbytes)
-        return Transfer(direction, nbytes, _copies(carried), stream.record(), carried)
+        return Transfer(direction, nbytes, sum(share.copies for share in carried), stream.record(), carried)
 
     def _runs(
         self, plan: Plan, ways: Sequence[tuple[Path, Carrier]], begin: Event, pieces: Iterable[Piece]
@@ -166,7 +166,3 @@ def join(stream: Stream, runs: Iterable[Run]) -> None:
     for run in runs:
         for event in run.end():
             stream.wait(event)
-
-
-def _copies(shares: Iterable[PathShare]) -> int:
-    return sum(share.slices * (1 if share.path is not None and share.path.direct else 2) for share in shares)

@@ -64,8 +64,10 @@ class Peers:
                 for event in run.end():
                     stream.wait(event)
         shares = [run.share() for run in runs]
-        nbytes = sum(share.nbytes for share in shares)
-        return Transfer(None, nbytes, sum(share.slices for share in shares), stream.record())
+        nbytes, copies = sum(share.nbytes for share in shares), sum(share.copies for share in shares)
+        staged = any(run.carrier is self._bounce and run.sent for run in runs)
+        over = "peer path by way of the host" if staged else "peer path"
+        return Transfer(None, nbytes, copies, stream.record(), over=over)
 
     def _run(self, path: Path, carrier: Carrier, begin: Event, pieces: Sequence[Piece]) -> Run:
         run = Run(path, carrier, begin, timed=False)

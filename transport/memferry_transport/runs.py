@@ -22,8 +22,8 @@ class PathShare:
     ----------
     path : Path or None
         None: the link between two devices.
-    nbytes, slices : int
-        Bytes, and the pieces they were cut into.
+    nbytes, slices, copies : int
+        Bytes, the pieces they were cut into, and the driver copies that took.
     predicted_s : float or None
         Seconds that the engine counted on; None without a cost.
     started : Event or None
@@ -35,6 +35,7 @@ class PathShare:
     path: Path | None
     nbytes: int
     slices: int
+    copies: int
     predicted_s: float | None = None
     started: Event | None = None
     ended: tuple[Event, ...] = ()
@@ -152,6 +153,7 @@ class Run:
             self.path,
             sum(piece.nbytes for piece in self.sent),
             len(self.sent),
+            len(self.sent) * self.carrier.hops,
             self._predicted_s,
             self._started,
             self.end(),

@@ -40,7 +40,7 @@ class Transfer:
         they go over a helper.
     """
 
-    __slots__ = ("_event", "_ways", "direction", "nbytes", "pieces")
+    __slots__ = ("_event", "_over", "_ways", "direction", "nbytes", "pieces")
 
     def __init__(
         self,
@@ -49,12 +49,15 @@ class Transfer:
         pieces: int,
         event: Event | None,
         ways: tuple[PathShare, ...] = (),
+        *,
+        over: str = "direct path",
     ) -> None:
         self.direction = direction
         self.nbytes = nbytes
         self.pieces = pieces
         self._event = event
         self._ways = ways
+        self._over = over
 
     @property
     def event(self) -> Event:
@@ -112,8 +115,7 @@ class Transfer:
         """Which way the bytes went: in one line, and one more for each way if there are several."""
         name = "d2d" if self.direction is None else self.direction.value
         if not self._ways:
-            over = "peer" if self.direction is None else "direct"
-            return f"{self.nbytes} bytes {name} over the {over} path in {self.pieces} driver copies"
+            return f"{self.nbytes} bytes {name} over the {self._over} in {self.pieces} driver copies"
         first = f"{self.nbytes} bytes {name} over {len(self._ways)} paths in {self.pieces} driver copies"
         return "\n  ".join([first, *map(str, self._ways)])
 

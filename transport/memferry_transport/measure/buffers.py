@@ -45,29 +45,22 @@ class Buffers:
         self._devices: dict[tuple[int, str], int] = {}
         self._streams: dict[tuple[int, str], Stream] = {}
 
-    def host(self, device: int, role: str) -> Span:
+    def host(self, device: int, role: str, nbytes: int | None = None) -> Span:
         """Registered host memory near a device."""
-        array = self.host_array(device, role)
+        array = self.host_array(device, role, nbytes)
         return Span(int(array.ctypes.data), array.nbytes)
 
-    def host_array(self, device: int, role: str) -> Bytes:
+    def host_array(self, device: int, role: str, nbytes: int | None = None) -> Bytes:
         """The same, as an array."""
         key = (device, role)
         if key not in self._hosts:
             node = self.driver.device_info(device).numa_node
-            arena = HostArena(self.driver, self.nbytes, ArenaOptions(numa_node=node))
-            self._arenas[key] = arena
-            self._hosts[key] = arena.array(arena.cut(self.nbytes))
+            arena = self._arenas[key] = HostArena(self.driver, nbytes or self.nbytes, ArenaOptions(numa_node=node))
+            array = self._hosts[key] = arena.array(arena.cut(nbytes or self.nbytes))
             if role == "source":
-                self.fill_host(device, role)
+                with self.driver.host_access(writes=[Span(int(array.ctypes.data), array.nbytes)], label="pattern"):
+                    array[:] = pattern(array.nbytes, device)
         return self._hosts[key]
-
-    def fill_host(self, device: int, role: str, nbytes: int | None = None) -> None:
-        """Put the device's pattern in host memory."""
-        array = self.host_array(device, role)[:nbytes]
-        span = Span(int(array.ctypes.data), array.nbytes)
-        with self.driver.host_access(writes=[span], label="pattern"):
-            array[:] = pattern(array.nbytes, device)
 
     def device(self, device: int, role: str, nbytes: int | None = None) -> int:
         """Device memory."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import pairwise
+from statistics import median
 
 from memferry_allocator import Direction
 
@@ -121,10 +122,10 @@ def _break_even(bench: Bench, known: Calibration, device: int, direction: Direct
     found = NEVER
     with open_engine(bench, device, TransferOptions(break_even_bytes=0, adaptive=False), known) as engine:
         for nbytes in reversed(_grid(bench, known.slice_bytes)):
-            plain = replace(host_copy(bench, device, direction, nbytes).load, times=few_copies(bench, nbytes))
-            several = engine_load(bench, engine, direction, nbytes)
-            (first,), (second,) = bench.seconds([plain]), bench.seconds([several])
-            if sorted(second)[len(second) // 2] >= sorted(first)[len(first) // 2]:
+            with way_load(bench, Path(device), direction, nbytes, known.slice_bytes) as plain:
+                (alone,) = bench.seconds([plain])
+            (together,) = bench.seconds([engine_load(bench, engine, direction, nbytes)])
+            if median(together) >= median(alone):
                 break
             found = nbytes
     return found

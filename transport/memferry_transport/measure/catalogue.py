@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memferry_allocator import InvalidRequestError, OutOfMemory, UnsupportedError
+from memferry_allocator import DeviceLostError, DriverError, InvalidRequestError, OutOfMemory, UnsupportedError
 
+from ..errors import TransportError
 from .bench import Bench
-from .errors import CorruptedError, NotRunError
+from .errors import NotRunError
 from .result import CaseResult, Matrix
 
 
@@ -67,17 +68,22 @@ def find_case(name: str) -> Case:
 
 
 def run_case(bench: Bench, wanted: Case) -> CaseResult:
-    """Run one case.  What cannot run here says so in its result, and bytes that arrive wrong make it a failure."""
+    """Run one case.  What cannot run here says so in its result.
+
+    Bytes that arrive wrong make it a failure, and so does a driver's refusal; only a device that is lost ends the run.
+    """
     began = time.perf_counter()
     matrix, status, reason = None, "passed", None
     try:
         matrix = wanted.run(bench)
     except (NotRunError, UnsupportedError) as error:
         status, reason = "not run", str(error)
-    except CorruptedError as error:
-        status, reason = "failed", str(error)
     except OutOfMemory as error:
         status, reason = "not run", f"not enough memory: {error}"
+    except DeviceLostError:
+        raise  # nothing can be measured any more
+    except (TransportError, DriverError) as error:
+        status, reason = "failed", str(error)
     return _result(wanted, status, reason, matrix, time.perf_counter() - began)
 
 

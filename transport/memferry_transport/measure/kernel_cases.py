@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from memferry_allocator import Direction, Span
 
 from .bench import Bench, Load
 from .catalogue import case
 from .copies import GB, Side, check, clear
+from .errors import CorruptedError
 from .kernels import Kernels, open_kernels
 from .peer_cases import peers
 from .result import Matrix
@@ -76,28 +78,49 @@ def _copying(kernels: Kernels, dst: int, src: int, nbytes: int, stream: object) 
     return lambda: kernels.copy(dst, src, nbytes, stream=stream)  # type: ignore[arg-type]
 
 
-def _chain(base: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """Memory in which a pointer in every line leads to another line, through all of them in an order at random."""
-    lines = nbytes // _LINE
-    order = np.random.default_rng(0).permutation(lines)
-    words = np.zeros(nbytes // 8, dtype=np.uint64)
-    words[order * (_LINE // 8)] = np.uint64(base) + np.roll(order, -1).astype(np.uint64) * np.uint64(_LINE)
+def _order() -> npt.NDArray[np.uint64]:
+    """The lines of a chain in the order in which it leads through all of them: at random, from the first on."""
+    order = np.random.default_rng(0).permutation(CHAIN_BYTES // _LINE).astype(np.uint64)
+    return np.roll(order, -int(np.argmin(order)))
+
+
+def chain(base: int) -> npt.NDArray[np.uint64]:
+    """What memory at `base` holds: in every line a pointer to another line, through all of them and round."""
+    order, words = _order(), np.zeros(CHAIN_BYTES // 8, dtype=np.uint64)
+    words[order * np.uint64(_LINE // 8)] = np.uint64(base) + np.roll(order, -1) * np.uint64(_LINE)
     return words
 
 
-def _latency(bench: Bench, device: int, chain: Span) -> list[float]:
-    """Nanoseconds from one pointer to the next."""
+def chain_end(base: int, hops: int) -> int:
+    """Where so many pointers lead from `base`."""
+    order = _order()
+    return base + int(order[hops % len(order)]) * _LINE
+
+
+def _latency(bench: Bench, device: int, base: int) -> list[float]:
+    """Nanoseconds from one pointer to the next.
+
+    Raises
+    ------
+    CorruptedError
+        The chase has not ended where the chain leads.
+    """
     kernels, stream = open_kernels(bench.driver, device), bench.buffers.stream(device, "kernel")
-    result = bench.buffers.device(device, "chased", 256)
-    (seconds,) = bench.seconds([Load(stream, lambda: kernels.chase(chain, HOPS, result, stream=stream), 1)])
+    result, home = bench.buffers.device(device, "chased", 256), bench.buffers.host(device, "chased", 4096)
+    span = Span(base, CHAIN_BYTES)
+    (seconds,) = bench.seconds([Load(stream, lambda: kernels.chase(span, HOPS, result, stream=stream), 1)])
+    bench.driver.copy(home.ptr, result, 8, stream=stream)
+    stream.synchronize()
+    found = int(bench.buffers.host_array(device, "chased")[:8].view(np.uint64)[0])
+    if found != chain_end(base, HOPS):
+        raise CorruptedError(f"verification: {HOPS} pointers from {base:#x} led device {device} to {found:#x}")
     return [sample / HOPS * 1e9 for sample in seconds]
 
 
-def _write_chain(bench: Bench, owner: int, at: int, base: int) -> None:
-    """Write a chain of pointers from `base` on to host memory at `at`'s place."""
-    array = bench.buffers.host_array(owner, "chain")[:CHAIN_BYTES]
-    with bench.driver.host_access(writes=[Span(at, array.nbytes)], label="chain"):
-        array[:] = _chain(base, array.nbytes).view(np.uint8)
+def _write_chain(bench: Bench, owner: int, base: int) -> None:
+    """Write a chain of the pointers that begin at `base` to host memory."""
+    with bench.driver.host_access(writes=[bench.buffers.host(owner, "chain", CHAIN_BYTES)], label="chain"):
+        bench.buffers.host_array(owner, "chain")[:] = chain(base).view(np.uint8)
 
 
 @case(
@@ -147,11 +170,10 @@ def _host_latency(bench: Bench) -> Matrix:
     matrix = Matrix.of("host", ["host"], "device", bench.devices)
     for device in bench.devices:
         open_kernels(bench.driver, device)
-        home = bench.buffers.host(device, "chain").ptr
+        home = bench.buffers.host(device, "chain", CHAIN_BYTES).ptr
         base = bench.driver.host_device_pointer(home, device)
-        nbytes = min(CHAIN_BYTES, bench.buffers.nbytes)
-        _write_chain(bench, device, home, base)
-        matrix.put("host", device, _latency(bench, device, Span(base, nbytes)))
+        _write_chain(bench, device, base)
+        matrix.put("host", device, _latency(bench, device, base))
     return matrix
 
 
@@ -166,13 +188,12 @@ def _peer_latency(bench: Bench) -> Matrix:
     matrix = Matrix.of("device", bench.devices, "peer", bench.devices)
     for device, peer in peers(bench):
         open_kernels(bench.driver, device)
-        home, base = bench.buffers.host(peer, "chain").ptr, bench.buffers.device(peer, "chain", CHAIN_BYTES)
-        nbytes = min(CHAIN_BYTES, bench.buffers.nbytes)
-        _write_chain(bench, peer, home, base)
+        base = bench.buffers.device(peer, "chain", CHAIN_BYTES)
+        _write_chain(bench, peer, base)
         stream = bench.buffers.stream(peer, "check")
-        bench.driver.copy(base, home, nbytes, stream=stream)
+        bench.driver.copy(base, bench.buffers.host(peer, "chain").ptr, CHAIN_BYTES, stream=stream)
         stream.synchronize()
-        matrix.put(device, peer, _latency(bench, device, Span(base, nbytes)))
+        matrix.put(device, peer, _latency(bench, device, base))
     return matrix
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from memferry_allocator import Direction, Span, Stream
 
-from ..carriers import Relay, device_relay
+from ..carriers import Carrier, DirectLink, device_relay
 from ..options import SLICE_BYTES
 from ..paths import Path
 from ..pieces import Piece, slices
 from .bench import Bench, Load
-from .copies import host_copy
 
 STAGING_BUFFERS = 2
 _SAMPLE_BYTES = 256 << 20
@@ -54,30 +52,32 @@ def ends(bench: Bench, device: int, direction: Direction, nbytes: int) -> tuple[
 def way_load(bench: Bench, path: Path, direction: Direction, nbytes: int, slice_bytes: int) -> Iterator[Load]:
     """Copies of `nbytes` that take one way, for as long as the block lasts.
 
-    A relay goes as the transfer engine's do: slice by slice over staging buffers, submitted at once.
+    They go as the transfer engine's do: on streams of their own, between two events, relays slice by slice.
     """
-    times = few_copies(bench, nbytes)
+    stream, times = bench.buffers.stream(path.device, direction.value), few_copies(bench, nbytes)
+    dst, src = ends(bench, path.device, direction, nbytes)
+    piece = Piece(dst.ptr, src.ptr, nbytes)
     if path.helper is None:
-        yield replace(host_copy(bench, path.device, direction, nbytes).load, times=times)
+        link = DirectLink(bench.driver, bench.buffers.stream(path.device, f"lane {direction.value}"))
+        yield Load(stream, lambda: _carry(link, [piece], stream), times)
         return
     bench.buffers.can_reach(path.helper, path.device)
     relay = device_relay(bench.driver, path.helper, STAGING_BUFFERS, slice_bytes)
-    stream = bench.buffers.stream(path.device, direction.value)
-    dst, src = ends(bench, path.device, direction, nbytes)
+    parts = list(slices([piece], slice_bytes))
     try:
-        yield Load(stream, lambda: _carry(relay, Piece(dst.ptr, src.ptr, nbytes), slice_bytes, stream), times)
+        yield Load(stream, lambda: _carry(relay, parts, stream), times)
     finally:
         relay.close()
 
 
-def _carry(relay: Relay, piece: Piece, slice_bytes: int, stream: Stream) -> None:
-    """Send a piece over a relay, in the order of `stream`."""
+def _carry(carrier: Carrier, pieces: Sequence[Piece], stream: Stream) -> None:
+    """Send pieces over a way, in the order of `stream`."""
     begin, used = stream.record(), []
-    for part in slices([piece], slice_bytes):
-        lane = relay.next_stream()
+    for piece in pieces:
+        lane = carrier.next_stream()
         if lane not in used:
             lane.wait(begin)
             used.append(lane)
-        relay.submit(part)
+        carrier.submit(piece)
     for lane in used:
         stream.wait(lane.record())
