@@ -35,16 +35,14 @@ def explain(calibration: Calibration) -> str:
 
 def _evidence(measured: Measured) -> str:
     """How many samples there are, and how far the fit is from their medians."""
-    if not measured.samples:
+    medians = {
+        size: median(seconds) for size, seconds in measured.samples.items() if seconds and median(seconds) > 0
+    }
+    if not medians:
         return ""
-    errors = [
-        abs(measured.cost.seconds(size) / median(seconds) - 1)
-        for size, seconds in measured.samples.items()
-        if seconds
-    ]
+    errors = [abs(measured.cost.seconds(size) / seconds - 1) for size, seconds in medians.items()]
     count = sum(len(seconds) for seconds in measured.samples.values())
-    low, high = min(measured.samples), max(measured.samples)
     return (
-        f" ({count} samples of {len(measured.samples)} sizes, {format_size(low)} to {format_size(high)}; off by "
-        f"{median(errors):.1%}, at most {max(errors, default=0.0):.1%})"
+        f" ({count} samples of {len(medians)} sizes, {format_size(min(medians))} to {format_size(max(medians))}; "
+        f"off by {median(errors):.1%}, at most {max(errors):.1%})"
     )

@@ -58,9 +58,8 @@ def compare(first: Path, second: Path, tolerance: float, screen: Screen) -> int:
         screen.rows(
             [("note", f"of two machines: {before['machine'].get('make')}, {after['machine'].get('make')}")]
         )
-    screen.table(
-        ("case", "row", "column", "before", "after", "ratio"), [_row(change, tolerance) for change in found]
-    )
+    head = ("case", "row", "column", "before", "after", "ratio")
+    screen.table(head, [_row(change, tolerance) for change in found], words=3)
     worse = [change for change in found if change.gain < 1 - tolerance]
     screen.rows([("compared", f"{len(found)} values, {len(worse)} worse by more than {tolerance:.0%}")])
     return 1 if worse else 0

@@ -57,6 +57,7 @@ def list_cases(screen: Screen) -> int:
     screen.table(
         ("case", "unit", "nvbandwidth", "what"),
         [(case.name, case.unit, "yes" if case.form else "", case.what) for case in CASES.values()],
+        words=4,
     )
     return 0
 

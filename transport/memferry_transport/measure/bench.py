@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from memferry_allocator import Driver, InvalidRequestError, Stream
+from memferry_allocator import Driver, Event, InvalidRequestError, Stream
 
 from ..calibration import Calibration
 from .buffers import Buffers
@@ -130,16 +130,23 @@ class Bench:
         while True:
             if hold:
                 plug.hold([load.stream for load in loads])
-            for load, (start, _) in zip(loads, events, strict=True):
-                load.stream.record(start)
-            for turn in range(max(load.times for load in loads)):
-                for load, (_, end) in zip(loads, events, strict=True):
-                    if turn < load.times:
-                        load.enqueue()
-                    if turn == load.times - 1:
-                        load.stream.record(end)
-            held = not hold or plug.held()
-            for load in loads:
-                load.stream.synchronize()
+            try:
+                self._enqueue(loads, events)
+                held = not hold or plug.held()
+            finally:  # whatever went wrong: the bytes are touched again soon
+                for load in loads:
+                    load.stream.synchronize()
             if held:
                 return [end.elapsed_since(start) for start, end in events]
+
+    @staticmethod
+    def _enqueue(loads: Sequence[Load], events: Sequence[Sequence[Event]]) -> None:
+        """All loads, in turns, each between its two events."""
+        for load, (start, _) in zip(loads, events, strict=True):
+            load.stream.record(start)
+        for turn in range(max(load.times for load in loads)):
+            for load, (_, end) in zip(loads, events, strict=True):
+                if turn < load.times:
+                    load.enqueue()
+                if turn == load.times - 1:
+                    load.stream.record(end)

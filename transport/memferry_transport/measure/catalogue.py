@@ -70,7 +70,7 @@ def find_case(name: str) -> Case:
 def run_case(bench: Bench, wanted: Case) -> CaseResult:
     """Run one case.  What cannot run here says so in its result.
 
-    Bytes that arrive wrong make it a failure, and so does a driver's refusal; only a device that is lost ends the run.
+    Bytes that arrive wrong make it a failure, and so does a driver's refusal.  A device that is lost ends the run.
     """
     began = time.perf_counter()
     matrix, status, reason = None, "passed", None

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from memferry_allocator import Driver, Event, Stream
 
 from .buffers import Buffers
+from .errors import NotRunError
 
 _PLUG_BYTES = 256 << 20
-_MOST_FILLS = 1 << 14
+_MOST_FILLS = 1024
 
 
 def has_virtual_clock(driver: Driver) -> bool:
@@ -50,10 +51,18 @@ class Plug:
             stream.wait(self._last)
 
     def held(self) -> bool:
-        """Whether the streams are still kept back; if not, the next `hold` is four times as long."""
+        """Whether the streams are still kept back; if not, the next `hold` is four times as long.
+
+        Raises
+        ------
+        NotRunError
+            It cannot be longer: more does not fit in a device's queue.
+        """
         if self._virtual:
             return True
         if self._last is None or not self._last.query():
             return True
-        self._fills = min(_MOST_FILLS, 4 * self._fills)
-        return self._fills == _MOST_FILLS
+        if self._fills >= _MOST_FILLS:
+            raise NotRunError("it began before all of it was enqueued: something in it waits for the device")
+        self._fills *= 4
+        return False
