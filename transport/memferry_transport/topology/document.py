@@ -106,12 +106,11 @@ def loads(text: str) -> Topology:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TopologyError("file", f"not JSON: {error}") from None
-    entry = _Entry(document, "file")
+    entry = _Entry(document, "")
     if entry.take("schema", str) != SCHEMA:
         raise TopologyError("schema", f"{document['schema']!r} is not {SCHEMA!r}")
     if entry.take("version", int) != VERSION:
         raise TopologyError("version", f"{document['version']} is not {VERSION}, which this release reads")
-    entry.where = ""
     values: dict[str, Any] = {
         "devices": entry.each("devices", _device),
         "host_links": entry.each("host_links", _host_link),
@@ -134,7 +133,7 @@ class _Entry:
 
     def __init__(self, value: Any, where: str) -> None:
         if not isinstance(value, dict):
-            raise TopologyError(where, f"{_short(value)} is not an object")
+            raise TopologyError(where or "file", f"{_short(value)} is not an object")
         self.where = where
         self._left = dict(value)
 

@@ -113,7 +113,11 @@ def _pcie_peers(topology: Topology, device: Device) -> bool:
 
 # -- the other way round --------------------------------------------------------------------------------
 def topology_of_emulated(driver: EmulatedDriver) -> Topology:
-    """The links that an emulated machine was given; what several directions share is in the notes."""
+    """The links that an emulated machine was given.
+
+    What all directions of several devices share, as host memory is, is not told apart by NUMA node there, and so
+    is left out.
+    """
     options, wired = driver.options, driver.options.wired()
     devices = range(options.device_count)
     return Topology(
@@ -169,5 +173,6 @@ def _duplex(wired: Wiring, there: Route, back: Route) -> float:
 
 
 def _above(wired: Wiring, name: str) -> bool:
-    """Whether several devices' ways from the host share it."""
-    return sum(name in route.shared for route in wired.host_to_device) > 1
+    """Whether it is a switch: several devices' ways from the host share it, and their ways back do not."""
+    back = any(name in route.shared for route in wired.device_to_host)
+    return not back and sum(name in route.shared for route in wired.host_to_device) > 1

@@ -18,20 +18,10 @@ class Carrier(Protocol):
 
 
 class Line:
-    """Something that carries one thing at a time, each in the first gap that holds it."""
+    """Something that is busy at times."""
 
     def __init__(self) -> None:
         self._busy: list[tuple[float, float]] = []
-
-    def take(self, ready: float, seconds: float) -> float:
-        """The time at which something that takes `seconds` and could start at `ready` starts."""
-        start = ready
-        for begin, end in self._busy:
-            if start + seconds <= begin:
-                break
-            start = max(start, end)
-        bisect.insort(self._busy, (start, start + seconds))
-        return start
 
     def settle(self, now: float) -> None:
         """Forget what ended before `now`: nothing can start in the past."""
@@ -46,19 +36,39 @@ class Shared(Line):
         self.bytes_per_second = bytes_per_second
 
     def reserve(self, ready: float, nbytes: int) -> float:
-        """The time at which it has carried a transfer that could start at `ready`."""
-        seconds = nbytes / self.bytes_per_second
-        return self.take(ready, seconds) + seconds
+        """The time at which it has carried a transfer that could start at `ready`, in all gaps from then on."""
+        left, at = nbytes / self.bytes_per_second, ready
+        taken = []
+        for begin, end in self._busy:
+            if begin > at:
+                if begin - at >= left:
+                    break
+                taken.append((at, begin))
+                left -= begin - at
+            at = max(at, end)
+        taken.append((at, at + left))
+        self._busy = _merged([*self._busy, *taken])
+        return at + left
+
+
+def _merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
 
 
 class Link(Line):
-    """One direction of a link: one transfer at a time.
+    """One direction of a link: one transfer at a time, each in the first gap that holds it.
 
     A transfer takes its time on the link, and its time on each thing that the link shares with others, from
     its own start on; it is done when all of them are done with it.  So a transfer alone runs at the rate of
-    the slowest of them, and nothing ever carries more than it can; transfers that share something follow one
-    another on it in the order in which they were enqueued, where a real one would divide it between them: the
-    last of them ends at the same time.
+    the slowest of them, nothing ever carries more than it can, and nothing idles while it is waited for.
+    What was enqueued first has the first claim on what is shared; what comes later takes what that leaves,
+    where a real one would divide itself between them.  Slices enqueued in turn come out as if it did.
     """
 
     def __init__(self, model: LinkModel, shared: Sequence[Shared] = ()) -> None:
@@ -69,7 +79,12 @@ class Link(Line):
     def reserve(self, ready: float, nbytes: int) -> float:
         """The time at which a transfer that could start at `ready` is done."""
         seconds = self.model.seconds(nbytes)
-        start = self.take(ready, seconds)
+        start = ready
+        for begin, end in self._busy:
+            if start + seconds <= begin:
+                break
+            start = max(start, end)
+        bisect.insort(self._busy, (start, start + seconds))
         flowing = start + self.model.latency_s
         return max(start + seconds, *(each.reserve(flowing, nbytes) for each in self._shared), 0.0)
 
