@@ -13,12 +13,15 @@ from . import book
 from .calibration import Calibration
 from .errors import InvalidTransferError
 from .health import Health, HealthReport
+from .job import Job, QueuedTransfer
 from .multipath import MultiPath
 from .options import TransferOptions
 from .peers import Peers
 from .pieces import Piece, host_pieces, inferred
 from .planner import Planner
 from .relays import Relays
+from .runs import Run
+from .shared_queue import SharedQueue
 from .transfer import Transfer
 
 
@@ -66,9 +69,11 @@ class TransferEngine:
         )
         self._threshold = {direction: self._planner.threshold(direction) for direction in Direction}
         self._registered = registrations(driver)
+        self._lock = threading.Lock()
+        self._queues = {direction: self._queue(direction) for direction in Direction}
         self._moved = dict.fromkeys(Direction, 0)
         self._between = 0
-        self._lock = threading.Lock()
+        self._queued = self.options.mode == "queue"
         book.enter(driver, self)
 
     def _require_helpers(self) -> None:
@@ -125,6 +130,20 @@ class TransferEngine:
         self, regions: Sequence[tuple[Span, Span]], direction: Direction | None = None, *, stream: Stream
     ) -> Transfer:
         """Copy many ``(dst, src)`` regions as one transfer.  Parameters and errors as for `copy`."""
+        transfer = self.start(regions, direction, stream=stream)
+        if self._queued:
+            transfer.wait(stream)
+        return transfer
+
+    def start(
+        self, regions: Sequence[tuple[Span, Span]], direction: Direction | None = None, *, stream: Stream
+    ) -> Transfer:
+        """Start a transfer after what `stream` holds, without a promise about what it gets later.
+
+        That comes after the transfer only once `Transfer.wait` was called for it.  In the mode ``"queue"`` the
+        call returns at once where `copy_regions` waits, and the transfer can be cancelled meanwhile.
+        Parameters and errors as for `copy_regions`.
+        """
         require_stream(stream, self.device)
         if direction is None:
             direction = inferred(self.driver, self._registered, regions)
@@ -135,15 +154,45 @@ class TransferEngine:
         pieces = [piece for dst, src in regions for piece in host_pieces(self._registered, dst, src, direction)]
         nbytes = sum(piece.nbytes for piece in pieces)
         with self._lock:
-            transfer = None
-            if nbytes >= self._threshold[direction] and self._multi_path.suits(
-                pieces, nbytes, direction, self.device, stream
-            ):
-                transfer = self._multi_path.carry(pieces, nbytes, direction, stream)
-            if transfer is None:
-                transfer = self._copy_directly(pieces, nbytes, direction, stream)
+            if nbytes >= self._threshold[direction]:
+                transfer = self._copy_over_several(pieces, nbytes, direction, stream)
+                if transfer is not None:
+                    return transfer
+            transfer = self._copy_directly(pieces, nbytes, direction, stream)
             self._moved[direction] += nbytes
         return transfer
+
+    def _copy_over_several(
+        self, pieces: Sequence[Piece], nbytes: int, direction: Direction, stream: Stream
+    ) -> Transfer | None:
+        """Submit a transfer to several ways, or line it up for them; None if one is to do it."""
+        ways = self._multi_path
+        if not ways.suits(pieces, nbytes, direction, self.device, stream):
+            return None
+        if self._queued:
+            job = ways.job(pieces, nbytes, direction, stream)
+            if job is None:
+                return None
+            self._queues[direction].put(job, direction)
+            return QueuedTransfer(job)
+        transfer = ways.carry(pieces, nbytes, direction, stream)
+        if transfer is not None:
+            self._moved[direction] += nbytes
+        return transfer
+
+    def _queue(self, direction: Direction) -> SharedQueue:
+        def may_pull(job: Job, run: Run, own: int, direct: int) -> bool:
+            alone = not any(other.path.direct and other.error is None for other in job.runs)
+            return alone or self._planner.may_pull(direction, run.path, job.left, own, direct)
+
+        def ended(job: Job) -> None:
+            if job.error is None:
+                self._multi_path.blame(job.runs)
+                self._moved[direction] += sum(share.nbytes for share in job.shares)
+
+        return SharedQueue(
+            self._lock, self.lane(direction), outstanding=self.options.outstanding, may_pull=may_pull, ended=ended
+        )
 
     def _copy_directly(
         self, pieces: Sequence[Piece], nbytes: int, direction: Direction, stream: Stream
@@ -169,6 +218,8 @@ class TransferEngine:
     def close(self) -> None:
         """Wait for the transfers under way and give streams and staging back; a second call does nothing."""
         book.leave(self.driver, self)
+        for queue in self._queues.values():
+            queue.close()
         self._inward.close()
         self._outward.close()
         with self._lock:
