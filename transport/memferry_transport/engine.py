@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from memferry_allocator import Direction, Driver, Span, Stream, registrations
 from memferry_allocator.driver import require_stream
@@ -13,13 +14,29 @@ from . import book
 from .calibration import Calibration
 from .errors import InvalidTransferError
 from .health import Health, HealthReport
+from .job import Job, QueuedTransfer
 from .multipath import MultiPath
 from .options import TransferOptions
 from .peers import Peers
 from .pieces import Piece, host_pieces, inferred
 from .planner import Planner
 from .relays import Relays
+from .runs import Run
+from .shared_queue import SharedQueue
 from .transfer import Transfer
+
+IN, OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
+
+
+@dataclass(eq=False)
+class Lane:
+    """What an engine has for each direction: its own stream, and the queue of those who share in it."""
+
+    direction: Direction
+    stream: Stream
+    threshold: float
+    queue: SharedQueue
+    moved: int = 0
 
 
 class TransferEngine:
@@ -60,15 +77,14 @@ class TransferEngine:
         size, buffers = self._planner.slice_bytes, self.options.staging_buffers
         self._relays = Relays(driver, device, buffers=buffers, slice_bytes=size, health=self._health)
         self._peers = Peers(driver, device, buffers=buffers, slice_bytes=size, health=self._health)
-        self._inward, self._outward = driver.create_stream(device), driver.create_stream(device)
+        self._lock = threading.Lock()
+        self._inward, self._outward = self._lane_of(IN), self._lane_of(OUT)
         self._multi_path = MultiPath(
             driver, self._planner, self._relays, self._health, self.lane, timed=self.options.adaptive
         )
-        self._threshold = {direction: self._planner.threshold(direction) for direction in Direction}
         self._registered = registrations(driver)
-        self._moved = dict.fromkeys(Direction, 0)
         self._between = 0
-        self._lock = threading.Lock()
+        self._queued = self.options.mode == "queue"
         book.enter(driver, self)
 
     def _require_helpers(self) -> None:
@@ -82,12 +98,12 @@ class TransferEngine:
 
     def lane(self, direction: Direction) -> Stream:
         """The stream that carries a direction; a transfer asked for on it needs no events around it."""
-        return self._inward if direction is Direction.HOST_TO_DEVICE else self._outward
+        return (self._inward if direction is IN else self._outward).stream
 
     @property
     def bytes_moved(self) -> dict[Direction, int]:
         """Bytes submitted so far, by direction."""
-        return dict(self._moved)
+        return {lane.direction: lane.moved for lane in (self._inward, self._outward)}
 
     @property
     def bytes_between_devices(self) -> int:
@@ -125,6 +141,20 @@ class TransferEngine:
         self, regions: Sequence[tuple[Span, Span]], direction: Direction | None = None, *, stream: Stream
     ) -> Transfer:
         """Copy many ``(dst, src)`` regions as one transfer.  Parameters and errors as for `copy`."""
+        transfer = self.start(regions, direction, stream=stream)
+        if self._queued:
+            transfer.wait(stream)
+        return transfer
+
+    def start(
+        self, regions: Sequence[tuple[Span, Span]], direction: Direction | None = None, *, stream: Stream
+    ) -> Transfer:
+        """Start a transfer after what `stream` holds, without a promise about what it gets later.
+
+        That comes after the transfer only once `Transfer.wait` was called for it.  In the mode ``"queue"`` the
+        call returns at once where `copy_regions` waits, and the transfer can be cancelled meanwhile.
+        Parameters and errors as for `copy_regions`.
+        """
         require_stream(stream, self.device)
         if direction is None:
             direction = inferred(self.driver, self._registered, regions)
@@ -132,33 +162,65 @@ class TransferEngine:
                 return self._copy_between(regions, stream)
         elif not isinstance(direction, Direction):
             raise InvalidTransferError(f"copy: {direction!r} is not a Direction")
-        pieces = [piece for dst, src in regions for piece in host_pieces(self._registered, dst, src, direction)]
-        nbytes = sum(piece.nbytes for piece in pieces)
+        lane = self._inward if direction is IN else self._outward
+        pieces, nbytes = [], 0
+        for dst, src in regions:
+            pieces += host_pieces(self._registered, dst, src, direction)
+            nbytes += dst.nbytes
         with self._lock:
-            transfer = None
-            if nbytes >= self._threshold[direction] and self._multi_path.suits(
-                pieces, nbytes, direction, self.device, stream
-            ):
-                transfer = self._multi_path.carry(pieces, nbytes, direction, stream)
-            if transfer is None:
-                transfer = self._copy_directly(pieces, nbytes, direction, stream)
-            self._moved[direction] += nbytes
+            if nbytes >= lane.threshold:
+                transfer = self._copy_over_several(pieces, nbytes, lane, stream)
+                if transfer is not None:
+                    return transfer
+            return self._copy_directly(pieces, nbytes, lane, stream)
+
+    def _copy_over_several(
+        self, pieces: Sequence[Piece], nbytes: int, lane: Lane, stream: Stream
+    ) -> Transfer | None:
+        """Submit a transfer to several ways, or line it up for them; None if one is to do it."""
+        ways = self._multi_path
+        if not ways.suits(pieces, nbytes, lane.direction, self.device, stream):
+            return None
+        if self._queued:
+            job = ways.job(pieces, nbytes, lane.direction, stream)
+            if job is None:
+                return None
+            lane.queue.put(job, lane.direction)
+            return QueuedTransfer(job)
+        transfer = ways.carry(pieces, nbytes, lane.direction, stream)
+        if transfer is not None:
+            lane.moved += nbytes
         return transfer
 
-    def _copy_directly(
-        self, pieces: Sequence[Piece], nbytes: int, direction: Direction, stream: Stream
-    ) -> Transfer:
-        lane = self.lane(direction)
-        if stream is not lane:
-            lane.wait(stream.record())
+    def _copy_directly(self, pieces: Sequence[Piece], nbytes: int, lane: Lane, stream: Stream) -> Transfer:
+        carrier = lane.stream
+        if stream is not carrier:
+            carrier.wait(stream.record())
         try:
             for to, of, size in pieces:
-                self.driver.copy(to, of, size, stream=lane)
+                self.driver.copy(to, of, size, stream=carrier)
         finally:
-            event = lane.record()
-            if stream is not lane:
+            event = carrier.record()
+            if stream is not carrier:
                 stream.wait(event)
-        return Transfer(direction, nbytes, len(pieces), event)
+        lane.moved += nbytes
+        return Transfer(lane.direction, nbytes, len(pieces), event)
+
+    def _lane_of(self, direction: Direction) -> Lane:
+        def may_pull(job: Job, run: Run, own: int, direct: int) -> bool:
+            alone = not any(other.path.direct and other.error is None for other in job.runs)
+            return alone or self._planner.may_pull(direction, run.path, job.left, own, direct)
+
+        def ended(job: Job) -> None:
+            if job.error is None:
+                self._multi_path.blame(job.runs)
+                lane.moved += sum(share.nbytes for share in job.shares)
+
+        stream = self.driver.create_stream(self.device)
+        outstanding = self.options.outstanding
+        queue = SharedQueue(self._lock, stream, outstanding=outstanding, may_pull=may_pull, ended=ended)
+        lane = Lane(direction, stream, self._planner.threshold(direction), queue)
+        return lane
 
     def _copy_between(self, regions: Sequence[tuple[Span, Span]], stream: Stream) -> Transfer:
         with self._lock:
@@ -169,8 +231,9 @@ class TransferEngine:
     def close(self) -> None:
         """Wait for the transfers under way and give streams and staging back; a second call does nothing."""
         book.leave(self.driver, self)
-        self._inward.close()
-        self._outward.close()
+        for lane in (self._inward, self._outward):
+            lane.queue.close()
+            lane.stream.close()
         with self._lock:
             self._peers.close()
             self._relays.close()

@@ -8,8 +8,9 @@ from memferry_allocator import DeviceLostError, Direction, Driver, DriverError, 
 
 from .carriers import Carrier, DirectLink
 from .health import Health
+from .job import Job
 from .paths import Path
-from .pieces import Piece, deal, overlap
+from .pieces import Piece, deal, overlap, slices
 from .planner import Plan, Planner
 from .quotas import SLOWEST
 from .relays import Relays
@@ -74,6 +75,15 @@ class MultiPath:
             return DirectLink(self._driver, self._lane(direction))
         return self._relays.get(path, direction)
 
+    def job(self, pieces: Sequence[Piece], nbytes: int, direction: Direction, stream: Stream) -> Job | None:
+        """A transfer for the queue; None if only the direct way is worth it now."""
+        ways = self.ways(direction)
+        if all(path.direct for path, _ in ways):
+            return None
+        begin = stream.record()
+        runs = [Run(path, carrier, begin, timed=False) for path, carrier in ways]
+        return Job(direction, nbytes, slices(pieces, self._planner.slice_bytes), runs)
+
     def carry(self, pieces: Sequence[Piece], nbytes: int, direction: Direction, stream: Stream) -> Transfer | None:
         """Submit a transfer over several ways; None if only the direct one is worth it now.
 
@@ -94,7 +104,7 @@ class MultiPath:
             self._submit(runs)
         finally:
             join(stream, runs)
-        self._blame(runs)
+        self.blame(runs)
         shares = tuple(run.share() for run in runs)
         if self._timed and not any(run.error for run in runs):
             self._planner.adaptive.watch(plan.situation, shares)
@@ -125,7 +135,7 @@ class MultiPath:
                     hand_over(run, error, runs)
             waiting = [run for run in runs if run.todo]
 
-    def _blame(self, runs: Iterable[Run]) -> None:
+    def blame(self, runs: Iterable[Run]) -> None:
         """Count the errors of ways whose bytes went another way: so it was not the bytes' fault."""
         for run in runs:
             if isinstance(run.error, DeviceLostError):

@@ -20,8 +20,11 @@ class Piece(NamedTuple):
 
 def host_pieces(known: RegistrationMap, dst: Span, src: Span, direction: Direction) -> list[Piece]:
     """A region between host and device as driver copies: none may cross the edge of a registration."""
-    require_same_size(dst, src, direction.value)
+    if dst.nbytes != src.nbytes or dst.nbytes < 0:
+        require_same_size(dst, src, direction.value)
     host = src if direction is Direction.HOST_TO_DEVICE else dst
+    if known.is_whole(host.ptr, host.nbytes):
+        return [Piece(dst.ptr, src.ptr, dst.nbytes)]
     if not known.covers(host.ptr, host.nbytes):
         raise InvalidTransferError(
             f"{direction.value} copy: the {host.nbytes} host bytes at {host.ptr:#x} are not all registered; "

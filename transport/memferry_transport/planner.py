@@ -14,7 +14,7 @@ from .cost import LinearCost
 from .health import Health
 from .options import SLICE_BYTES, TransferOptions
 from .paths import Path
-from .quotas import shift, slice_quotas, worthwhile
+from .quotas import shift, slice_quotas, worth_pulling, worthwhile
 
 UNKNOWN = LinearCost(20e-6, 50e9)  # of ways nobody has measured: alike, so that they share evenly
 
@@ -96,6 +96,19 @@ class Planner:
         paths = [*([self._direct] if self._health.usable(self._direct) or not relays else []), *relays]
         worth = worthwhile([self.cost(path, direction) for path in paths])
         return [path for path, worthy in zip(paths, worth, strict=True) if worthy]
+
+    def may_pull(self, direction: Direction, path: Path, left: int, own: int, direct: int) -> bool:
+        """Whether a relay may take a slice from the queue: its device is idle, and it would not hold the end up.
+
+        Parameters
+        ----------
+        left, own, direct : int
+            As for `worth_pulling`.
+        """
+        if self._options.helpers == "auto" and book.is_busy(self._driver, path.helper or 0, direction):
+            return False
+        costs = self.cost(path, direction), self.cost(self._direct, direction)
+        return worth_pulling(left, own, direct, self.slice_bytes, *costs)
 
     def plan(self, direction: Direction, nbytes: int, ways: list[Path]) -> Plan:
         """Share `nbytes` out over `ways`, as costs say and earlier transfers have taught."""

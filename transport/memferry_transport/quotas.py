@@ -51,3 +51,18 @@ def shift(quotas: Sequence[int], slices: Sequence[int], slice_bytes: int) -> lis
         moved[index] -= less
         excess -= less
     return [quota + change * slice_bytes for quota, change in zip(quotas, moved, strict=True)]
+
+
+def worth_pulling(
+    left: int, own: int, direct: int, slice_bytes: int, relay_cost: LinearCost, direct_cost: LinearCost
+) -> bool:
+    """Whether a relay ends its next slice before the direct way would end all that is left: the tail guard.
+
+    Parameters
+    ----------
+    left, own, direct : int
+        Slices that nobody has taken, and those under way on the relay and on the direct way.
+    """
+    relay_s = relay_cost.alpha_s + (own + 1) * slice_bytes / relay_cost.bytes_per_second
+    direct_s = direct_cost.alpha_s + (direct + left) * slice_bytes / direct_cost.bytes_per_second
+    return relay_s <= direct_s
