@@ -135,6 +135,13 @@ class Driver(ABC):
         `launch`.
         """
 
+    def device_of(self, ptr: int) -> int | None:
+        """The device on which the allocation at `ptr` lies; None for host, virtual and unknown addresses.
+
+        What `malloc` gave is found, and what others in this process allocated alike.
+        """
+        raise self._unsupported("finding an allocation's device")
+
     # -- order --------------------------------------------------------------------------------------
     @abstractmethod
     def create_stream(self, device: int, *, priority: int = 0) -> Stream:

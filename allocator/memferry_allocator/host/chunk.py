@@ -73,14 +73,14 @@ class ChunkTable:
         last = bisect.bisect_left(self._starts, address + nbytes)
         return [chunk for chunk in self._chunks[first:last] if chunk.end > address]
 
-    def _holds(self, address: int, nbytes: int) -> bool:
+    def holds(self, address: int, nbytes: int) -> bool:
         """Whether one chunk has all of it, as nearly always."""
         index = bisect.bisect_right(self._starts, address) - 1
         return index >= 0 and address + nbytes <= self._chunks[index].end
 
     def gaps(self, address: int, nbytes: int) -> list[Span]:
         """What of the range lies in no chunk."""
-        if self._holds(address, nbytes):
+        if self.holds(address, nbytes):
             return []
         found = []
         position = address
@@ -96,7 +96,7 @@ class ChunkTable:
         """The range, cut at every edge of a chunk inside it."""
         pieces = []
         position, end = address, address + nbytes
-        if nbytes > 0 and self._holds(address, nbytes):
+        if nbytes > 0 and self.holds(address, nbytes):
             return [Span(address, nbytes)]
         for chunk in self.overlapping(address, nbytes):
             for edge in (chunk.start, chunk.end):
