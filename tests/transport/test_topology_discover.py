@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -198,6 +199,15 @@ def test_switches_behind_switches(tmp_path: Path) -> None:
     assert [uplink.name for uplink in found.uplinks] == ["0000:17:01.0", "0000:19:00.0", "0000:19:01.0"]
     assert [found.below(uplink) for uplink in found.uplinks] == [(0, 1, 2, 3), (0, 1), (2, 3)]
     assert [peer.label for peer in found.peer_links] == ["PIX", "PXB", "PXB", "PXB", "PXB", "PIX"]
+
+
+def test_one_device_behind_one_switch_and_one_behind_two(tmp_path: Path) -> None:
+    outer = "pci0000:17/0000:17:01.0/0000:18:00.0"
+    inner = "0000:19:01.0/0000:1a:00.0/0000:1b:00.0"
+    tree = sysfs(tmp_path, f"{outer}/0000:19:00.0/0000:2a:00.0", f"{outer}/{inner}/0000:2b:00.0")
+    for first, second in itertools.permutations(("0000:2a:00.0", "0000:2b:00.0")):
+        found = discover(driver([first, second], access=False), nvml=None, root=tree)
+        assert [peer.label for peer in found.peer_links] == ["PXB"]
 
 
 def test_sockets(tmp_path: Path) -> None:

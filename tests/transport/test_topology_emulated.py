@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from memferry_allocator import Direction, EmulatedDriver, Event, Stream
+from memferry_allocator import Direction, EmulatedDriver, Event, InvalidRequestError, Stream
 from memferry_transport.paths import Path
 from memferry_transport.topology import (
     PeerKind,
@@ -185,3 +185,5 @@ def test_options_of_a_machine() -> None:
     assert (options.device_count, options.seed) == (8, 7)
     assert options.device_memory == machine("h200-x1").devices[0].capacity
     assert emulated_options(machine("h200-x1"), device_memory=MIB).device_memory == MIB
+    with pytest.raises(InvalidRequestError, match="device_count"):
+        emulated_options(Topology((), ()))

@@ -112,6 +112,12 @@ def test_a_link_of_unknown_make_is_a_way() -> None:
     assert candidates(pair(kind=PeerKind.PEER), 0) == via(0, 1)
 
 
+def test_helpers_behind_the_same_switch_are_left_out_however_wide_it_is() -> None:
+    topology = machine("a100-x8")
+    wide = tuple(replace(uplink, bytes_per_second=1e12) for uplink in topology.uplinks)
+    assert candidates(replace(topology, uplinks=wide), 0) == via(0, 2, 3, 4, 5, 6, 7)
+
+
 @pytest.mark.parametrize(("share", "taken"), [(0.26, True), (0.24, False)])
 def test_a_relay_slower_than_a_quarter_of_the_best_is_left_out(share: float, taken: bool) -> None:
     slow = pair(kind=PeerKind.NVLINK, links=1, bytes_per_second=share * 55.4e9)

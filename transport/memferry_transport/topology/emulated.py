@@ -38,7 +38,7 @@ def emulated_options(topology: Topology, *, host_node: int | None = None, **over
         Other fields of `EmulatedOptions`.  Devices have their capacity of the first, else the default.
     """
     count = len(topology.devices)
-    capacity = topology.devices[0].capacity
+    capacity = topology.devices[0].capacity if count else None
     settings: dict[str, Any] = {"device_count": count, "wiring": wiring(topology, host_node)}
     if capacity is not None:
         settings["device_memory"] = capacity

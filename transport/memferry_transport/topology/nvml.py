@@ -9,7 +9,6 @@ from typing import Any
 
 from .parts import Pcie, PeerKind
 
-_LINKS = 18
 _SWITCH = 2  # NVML_NVLINK_DEVICE_TYPE_SWITCH
 _VERSIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5}  # nvmlNvlinkVersion_t counts minor versions too
 _LEVELS = {
@@ -103,6 +102,7 @@ class _Reader:
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
+        self._links: int = getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18)
         self._refused: dict[str, str] = {}
 
     def read(self, addresses: Sequence[str]) -> NvmlFacts:
@@ -135,7 +135,7 @@ class _Reader:
         peers: dict[str, int] = {}
         switches = unknown = 0
         version: int | None = None
-        states = [self._active(handle, index) for index in range(_LINKS)]
+        states = [self._active(handle, index) for index in range(self._links)]
         for index, state in enumerate(states):
             if not state:
                 continue
