@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/
 READY := $(VENV)/.ready
 TESTS ?= tests
 
-.PHONY: demo test test-all test-gpu lint bench bench-allocator bench-interop bench-optimizer clean
+.PHONY: demo test test-all test-gpu lint bench bench-allocator bench-interop bench-optimizer bench-bandwidth clean
 
 demo: $(READY)  ## the main job: train a small language model through a third of its weights' memory
 	$(RUN)memferry train --preset tiny --steps 12 --verify
@@ -38,6 +38,10 @@ bench-interop:
 
 bench-optimizer:  ## the CPU's update kernel; needs no device
 	$(RUN)python benchmarks/optimizer.py
+
+bench-bandwidth:  ## two CUDA devices or more, for all of it
+	$(RUN)memferry bandwidth --all --recalibrate --json benchmarks/results/bandwidth-2xh200.json
+	$(RUN)python -m benchmarks.tables
 
 NATIVE := $(wildcard memferry_rt/native/*.[ch] memferry_rt/native/build.py allocator/memferry_allocator/native/*.[ch] \
   allocator/memferry_allocator/native/*.cpp allocator/memferry_allocator/native/build.py)

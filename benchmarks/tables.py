@@ -14,7 +14,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-PAGES = {"docs/allocator.md": "allocator", "docs/interop.md": "interop"}
+PAGES = {"docs/allocator.md": "allocator", "docs/interop.md": "interop", "docs/bandwidth.md": "bandwidth"}
+FILES = {"bandwidth": "bandwidth-2xh200"}  # where a result has not the table's own name
 
 Rows = list[tuple[str, ...]]
 
@@ -57,12 +58,37 @@ def interop(summary: dict[str, Any]) -> Rows:
     return [("", "median"), *((text, _number(summary[name], "{:.2f} µs")) for name, text in names.items())]
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], Rows]] = {"allocator": allocator, "interop": interop}
+def bandwidth(summary: dict[str, Any]) -> Rows:
+    def by_size(direction: str) -> tuple[str, ...]:
+        ratios = summary[f"multipath_{direction}_ratio"]
+        return tuple(f"{int(size) >> 20} MiB: {ratio:.2f}" for size, ratio in ratios.items() if ratio is not None)
+
+    pays = [f"{size / 2**20:.1f} MiB" for size in summary["break_even_bytes"].values() if size is not None]
+    return [
+        ("", "host to device", "device to host"),
+        ("engine over a direct copy", *(", ".join(by_size(direction)) for direction in ("h2d", "d2h"))),
+        ("several ways pay from", *[*pays, "", ""][:2]),
+        ("both devices pulling: engines over direct copies", _number(summary["both_pulling_ratio"], "{:.2f}"), ""),
+        ("engine without helpers over the driver's copy", _number(summary["direct_over_plain"], "{:.3f}"), ""),
+        ("engine's part of submitting a small copy", _number(summary["submission_overhead_us"], "{:.1f} µs"), ""),
+        ("share of one core during transfers over several ways", _number(summary["cpu_share"], "{:.1%}"), ""),
+        ("predicted within 10%", _number(summary["predicted_within_10_percent"], "{:.0%}"), ""),
+    ]
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], Rows]] = {
+    "allocator": allocator,
+    "interop": interop,
+    "bandwidth": bandwidth,
+}
 
 
 def render(name: str) -> str:
     """A table in Markdown."""
-    rows = TABLES[name](json.loads((RESULTS / f"{name}.json").read_text())["summary"])
+    path = RESULTS / f"{FILES.get(name, name)}.json"
+    if not path.exists():
+        return f"Not measured yet: `make bench-{name}` writes this table.\n"
+    rows = TABLES[name](json.loads(path.read_text())["summary"])
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|---" * len(rows[0]) + "|")
     return "\n".join(lines) + "\n"
