@@ -63,11 +63,11 @@ def bandwidth(summary: dict[str, Any]) -> Rows:
         ratios = summary[f"multipath_{direction}_ratio"]
         return tuple(f"{int(size) >> 20} MiB: {ratio:.2f}" for size, ratio in ratios.items() if ratio is not None)
 
-    pays = [f"{size / 2**20:.1f} MiB" for size in summary["break_even_bytes"].values() if size is not None]
+    pays = summary["break_even_bytes"]
     return [
         ("", "host to device", "device to host"),
         ("engine over a direct copy", *(", ".join(by_size(direction)) for direction in ("h2d", "d2h"))),
-        ("several ways pay from", *[*pays, "", ""][:2]),
+        ("several ways pay from", *(_number(_mib(pays[direction]), "{:.1f} MiB") for direction in ("h2d", "d2h"))),
         ("both devices pulling: engines over direct copies", _number(summary["both_pulling_ratio"], "{:.2f}"), ""),
         ("engine without helpers over the driver's copy", _number(summary["direct_over_plain"], "{:.3f}"), ""),
         ("engine's part of submitting a small copy", _number(summary["submission_overhead_us"], "{:.1f} µs"), ""),
@@ -97,6 +97,10 @@ def render(name: str) -> str:
 def with_tables(text: str) -> str:
     """A page with its tables as the results have them."""
     return PLACE.sub(lambda found: f"{found[1]}{render(found[2])}{found[3]}", text)
+
+
+def _mib(nbytes: int | None) -> float | None:
+    return None if nbytes is None else nbytes / 2**20
 
 
 def _number(value: float | None, form: str) -> str:

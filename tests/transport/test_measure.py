@@ -109,16 +109,21 @@ def test_streams_are_held_back_until_everything_is_enqueued() -> None:
         driver, calls = bench.driver, []
         streams = [bench.buffers.stream(device, "test") for device in bench.devices]
         ptrs = [bench.buffers.device(device, "test") for device in bench.devices]
+        events = {number: [] for number in bench.devices}  # type: ignore[var-annotated]
 
         def enqueue(number: int) -> None:
-            assert not streams[number].query()
             calls.append(number)
+            events[number].append(streams[number].record(driver.create_event(number, timing=True)))
             driver.fill(ptrs[number], number, N, stream=streams[number])
 
+        before = [stream.record(driver.create_event(stream.device, timing=True)) for stream in streams]
         loads = [Load(stream, lambda n=n: enqueue(n), 3) for n, stream in enumerate(streams)]  # type: ignore[misc]
         seconds = bench.seconds(loads)
         assert seconds == [pytest.approx([LOCAL.seconds(N)], rel=1e-9)] * 2
         assert calls == [0, 1] * 6, "a run that warms up, and one sample; all streams in turns"
+        for number in bench.devices:
+            begun = events[number][0].elapsed_since(before[number])
+            assert begun == pytest.approx(LOCAL.seconds(bench.buffers.nbytes)), "one fill of the plug"
 
 
 class Counting(EmulatedDriver):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from memferry_allocator import EmulatedDriver
 from memferry_transport import LinearCost, Path
 from memferry_transport.measure import Bench, CaseResult, Matrix, find_case, run_case
 from memferry_transport.quotas import slice_quotas
@@ -101,6 +102,20 @@ def test_processor_time_is_not_measured_where_the_processor_copies() -> None:
         result = run(bench, "cpu_share")
         assert result.status == "not run"
         assert "emulated" in str(result.reason)
+
+
+class Real(EmulatedDriver):
+    """An emulated machine that is taken for a real one."""
+
+    name = "real"
+
+
+def test_the_share_of_a_processor_is_a_share() -> None:
+    with bench_of(Real(emulated().options), samples=2) as bench:
+        matrix = measured(bench, "cpu_share")
+        assert matrix.rows == ["engine"]
+        assert matrix.columns == ["h2d", "d2h"]
+        assert all(0 < sample < 2 for samples in matrix.samples.values() for sample in samples)
 
 
 def test_submitting_takes_host_time() -> None:

@@ -12,6 +12,7 @@ from memferry_allocator import Driver
 from memferry_transport import Calibration
 from memferry_transport.calibration_file import to_json
 from memferry_transport.measure import CaseResult, MeasureOptions, has_virtual_clock
+from memferry_transport.topology import Topology, dumps
 
 from ..errors import ToolError
 from ..machine import describe_machine
@@ -25,7 +26,7 @@ SCHEMA_VERSION = 1
 def document(
     driver: Driver,
     devices: Sequence[int],
-    machine: str,
+    topology: Topology,
     settings: MeasureOptions,
     results: Sequence[CaseResult],
     calibration: Calibration | None,
@@ -43,14 +44,21 @@ def document(
             "driver": driver.name,
             "emulated": emulated,
             "clock": "virtual" if emulated else "device",
-            "make": machine,
+            "make": topology.machine,
             "devices": [driver.device_info(device).name for device in devices],
+            "topology": json.loads(dumps(_without_identity(topology))),
         },
         "calibration": None if calibration is None else to_json(calibration),
         "cases": [result.to_json() for result in results],
         "seconds": seconds,
         "summary": summarise(results, calibration),
     }
+
+
+def _without_identity(topology: Topology) -> Topology:
+    """The make, and the links as they are now; not which pieces these are."""
+    devices = tuple(dataclasses.replace(device, uuid=None) for device in topology.devices)
+    return dataclasses.replace(topology, devices=devices)
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -188,24 +188,27 @@ def _prediction(bench: Bench, engine: TransferEngine, direction: Direction, nbyt
 def _submission(bench: Bench) -> Matrix:
     matrix = Matrix.of("copy", [PLAIN, SEVERAL], "device", bench.devices)
     for device in bench.devices:
-        plain = _plain_load(bench, device, IN, SMALL)
-        matrix.put(PLAIN, device, _submitting(bench, plain.enqueue, device))
         with open_engine(bench, device, TransferOptions(), None) as engine:
-            several = engine_load(bench, engine, IN, SMALL)
-            matrix.put(SEVERAL, device, _submitting(bench, several.enqueue, device))
+            plain = _plain_load(bench, device, IN, SMALL).enqueue
+            several = engine_load(bench, engine, IN, SMALL).enqueue
+            # In turns, so that whatever else the machine does falls on both; the first pair warms up.
+            pairs = [
+                (_submitting(bench, plain, device), _submitting(bench, several, device))
+                for _ in range(1 + bench.options.samples)
+            ]
+        for row, samples in zip(matrix.rows, zip(*pairs[1:], strict=True), strict=True):
+            matrix.put(row, device, samples)
     return matrix
 
 
-def _submitting(bench: Bench, enqueue: Callable[[], object], device: int) -> list[float]:
-    """Microseconds of a call: of each sample's calls together, with the device's queue empty at first."""
-    samples = []
-    for _ in range(bench.options.samples + 1):
-        began = time.perf_counter()
-        for _ in range(_CALLS):
-            enqueue()
-        samples.append((time.perf_counter() - began) / _CALLS * 1e6)
-        bench.driver.synchronize(device)
-    return samples[1:]
+def _submitting(bench: Bench, enqueue: Callable[[], object], device: int) -> float:
+    """Microseconds of a call, of many in a row, with the device's queue empty at first."""
+    began = time.perf_counter()
+    for _ in range(_CALLS):
+        enqueue()
+    seconds = time.perf_counter() - began
+    bench.driver.synchronize(device)
+    return seconds / _CALLS * 1e6
 
 
 @case(
