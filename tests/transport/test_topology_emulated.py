@@ -9,7 +9,8 @@ from functools import partial
 
 import pytest
 
-from memferry_allocator import Direction, EmulatedDriver, Event, InvalidRequestError, Stream
+from memferry_allocator import Direction, EmulatedDriver, Event, InvalidRequestError, Span, Stream
+from memferry_transport import TransferEngine
 from memferry_transport.paths import Path
 from memferry_transport.topology import (
     PeerKind,
@@ -21,10 +22,11 @@ from memferry_transport.topology import (
     emulated_options,
     machine,
     machine_names,
+    prior_calibration,
 )
 from memferry_transport.topology.rates import uplink_rate
 
-from ..allocator.machine import Machine, address
+from ..allocator.machine import Machine, address, pattern
 
 IN, OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 KIB, MIB = 1 << 10, 1 << 20
@@ -177,6 +179,31 @@ def test_the_clock_agrees_with_what_was_predicted(name: str, everybody: bool) ->
     loads = dict.fromkeys(range(len(bench.topology.devices) if everybody else 1), 8 * MIB)
     taken, predicted = carried_out(bench, loads, 64 * KIB)
     assert taken == pytest.approx(predicted, rel=0.02)
+
+
+@pytest.mark.parametrize("name", machine_names())
+@pytest.mark.parametrize("direction", Direction)
+def test_the_engine_reaches_what_was_predicted_from_costs_nobody_measured(name: str, direction: Direction) -> None:
+    bench, nbytes = Bench(machine(name)), 8 * MIB
+    data, ptr = bench.machine.pinned(nbytes), bench.machine.device(nbytes)
+    data[:] = pattern(nbytes)
+    home = Span(address(data), nbytes)
+    engine = TransferEngine(bench.driver, 0, calibration=prior_calibration(bench.topology, 64 * KIB))
+    stream = bench.machine.stream()
+    if direction is OUT:
+        bench.driver.copy(ptr, home.ptr, nbytes, stream=stream)
+        stream.synchronize()
+        data[:] = 0
+    there = Span(ptr, nbytes)
+    ends = (there, home) if direction is IN else (home, there)
+    engine.copy(*ends, direction, stream=stream).synchronize()  # the first one verifies its ways
+    began = bench.driver.now
+    engine.copy(*ends, direction, stream=stream).synchronize()
+    (predicted,) = assign(bench.topology, {0: nbytes}, direction, slice_bytes=64 * KIB).values()
+    assert bench.driver.now - began == pytest.approx(predicted.seconds, rel=0.1)
+    assert (bench.machine.read(ptr, nbytes) == pattern(nbytes)).all()
+    assert (data == pattern(nbytes)).all()
+    engine.close()
 
 
 # -- options --------------------------------------------------------------------------------------------

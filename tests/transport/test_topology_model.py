@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from memferry_allocator import Direction
+from memferry_allocator import Direction, EmulatedDriver, EmulatedOptions
+from memferry_allocator.driver import LinkModel
 from memferry_transport import TopologyError
 from memferry_transport.paths import Path
 from memferry_transport.topology import (
@@ -20,6 +21,8 @@ from memferry_transport.topology import (
     Topology,
     Uplink,
     UplinkKind,
+    discover,
+    emulated_options,
     machine,
     machine_names,
 )
@@ -80,6 +83,19 @@ def test_the_address_itself_does_not_count_but_the_order_does() -> None:
 
     assert addressed("0000:18:00.0", "0000:28:00.0") == addressed("0000:05:00.0", "0000:06:00.0")
     assert addressed("0000:18:00.0", "0000:28:00.0") != addressed("0000:28:00.0", "0000:18:00.0")
+
+
+def test_emulated_machines_with_other_links_are_others() -> None:
+    links = [EmulatedOptions(device_count=2), EmulatedOptions(device_count=2, peer=LinkModel(0.0, 1e9))]
+    links.append(emulated_options(machine("consumer-x2")))
+    names = [discover(EmulatedDriver(options)).machine for options in links]
+    assert len(set(names)) == 3
+    assert names == [discover(EmulatedDriver(options)).machine for options in links]
+
+
+def test_switches_of_known_and_unknown_make() -> None:
+    uplinks = (replace(A100.uplinks[0], pcie=None), *A100.uplinks[1:])
+    assert replace(A100, uplinks=uplinks).machine == replace(A100, uplinks=uplinks[::-1]).machine != A100.machine
 
 
 def test_the_make_can_be_read() -> None:

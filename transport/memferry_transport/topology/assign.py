@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memferry_allocator import Direction
 
-from ..cost import LinearCost, water_fill
+from ..cost import LinearCost
 from ..errors import InvalidTransferError
 from ..paths import Path
+from ..quotas import SLOWEST, slice_quotas
 from .model import Topology
 from .shared import Room, fair_direct_rates
-from .ways import MOST_RELAYS, SLICE_BYTES, SLOWEST, helpers, require_device, way_cost
+from .ways import MOST_RELAYS, SLICE_BYTES, helpers, require_device, way_cost
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Assignment:
     paths : tuple of Path
         Those that carry anything, the direct one first.
     quotas : tuple of int
-        Bytes for each; whole slices, but for one.
+        Bytes for each; whole slices, but for the direct one's.
     costs : tuple of LinearCost
         Of each, beside everything else that is assigned.
     seconds : float
@@ -120,13 +120,8 @@ def _next(
 
 
 def _share_out(nbytes: int, ways: Sequence[tuple[Path, LinearCost]], slice_bytes: int) -> Assignment:
-    """Whole slices after the water-filling; what is left goes, slice by slice, where it ends first."""
     costs = [cost for _, cost in ways]
-    quotas = [math.floor(share / slice_bytes) * slice_bytes for share in water_fill(nbytes, costs)]
-    while (left := nbytes - sum(quotas)) > 0:
-        piece = min(left, slice_bytes)
-        first = min(range(len(costs)), key=lambda index: (costs[index].seconds(quotas[index] + piece), index))
-        quotas[first] += piece
+    quotas = slice_quotas(nbytes, costs, slice_bytes)
     used = [index for index, quota in enumerate(quotas) if quota]
     return Assignment(
         paths=tuple(ways[index][0] for index in used),

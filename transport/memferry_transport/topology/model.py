@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from .checks import check
-from .parts import Device, FittedCosts, HostLink, Pcie, PeerLink, Published, Uplink, UplinkKind
+from .parts import Device, FittedCosts, HostLink, Pcie, PeerKind, PeerLink, Published, Uplink, UplinkKind
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ class Topology:
     def fingerprint(self) -> str:
         """Of the machine's make, in hexadecimal: device models in PCI order, NUMA nodes and links.
 
-        Not of single pieces: neither UUIDs, nor addresses, nor rates that were measured.  A PCIe link counts
-        with its width now and with its highest generation: idle devices lower the other.
+        Not of single pieces: neither UUIDs nor addresses.  A PCIe link counts with its width now and with its
+        highest generation: idle devices lower the other.  A link whose make is not known, as those of
+        emulated devices, counts with the rates that were given for it; of other links rates do not count.
         """
         return hashlib.sha256(json.dumps(self._make(), sort_keys=True).encode()).hexdigest()[:12]
 
@@ -87,12 +88,16 @@ class Topology:
         place = {each.ordinal: index for index, each in enumerate(order)}
         return {
             "devices": [
-                [each.name, each.numa_node, place[each.ordinal], _pcie(self.host_link(each.ordinal).pcie)]
+                [each.name, each.numa_node, place[each.ordinal], _host_make(self.host_link(each.ordinal))]
                 for each in self.devices
             ],
-            "peers": sorted([*link.between, link.label, link.peer_access] for link in self.peer_links),
+            "peers": sorted(map(_peer_make, self.peer_links), key=str),
             "shared": sorted(
-                [uplink.kind.value, _pcie(uplink.pcie), sorted(self.below(uplink))] for uplink in self.uplinks
+                (
+                    [uplink.kind.value, _pcie_make(uplink.pcie), sorted(self.below(uplink))]
+                    for uplink in self.uplinks
+                ),
+                key=str,
             ),
         }
 
@@ -103,5 +108,14 @@ class Topology:
         return tuple(each.ordinal for each in self.devices if each.numa_node in uplink.numa_nodes)
 
 
-def _pcie(link: Pcie | None) -> list[int | None] | None:
-    return None if link is None else [link.max_generation or link.generation, link.width]
+def _host_make(link: HostLink) -> list[Any]:
+    return [link.to_device, link.from_device] if link.pcie is None else _pcie_make(link.pcie)
+
+
+def _pcie_make(link: Pcie | None) -> list[Any]:
+    return [] if link is None else [link.max_generation or link.generation, link.width]
+
+
+def _peer_make(link: PeerLink) -> list[Any]:
+    rates = [link.bytes_per_second] if link.kind is PeerKind.PEER else []
+    return [*link.between, link.label, link.peer_access, *rates]

@@ -10,13 +10,13 @@ from ..calibration import Calibration, Measured
 from ..cost import LinearCost, relay_cost
 from ..errors import InvalidTransferError
 from ..paths import Path
+from ..quotas import SLOWEST
 from .model import Topology
 from .rates import host_duplex, host_latency, host_rate, peer_latency, peer_rate
 from .shared import Room
 
 SLICE_BYTES = 4 << 20
 MOST_RELAYS = 6
-SLOWEST = 0.25  # of the best way's rate: what is slower is not worth its staging buffers
 
 _IN = Direction.HOST_TO_DEVICE
 
