@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memferry_allocator import DeviceLostError, Direction, DriverError, EmulatedDriver, EmulatedOptions, Span
+from memferry_allocator import (
+    DeviceLostError,
+    Direction,
+    DriverError,
+    EmulatedDriver,
+    EmulatedOptions,
+    Span,
+    Stream,
+)
 from memferry_transport import (
     Edge,
     Fault,
@@ -23,7 +31,7 @@ from memferry_transport import (
 )
 from memferry_transport.health import Health
 
-from ..allocator.machine import address, refused
+from ..allocator.machine import address, pattern, refused
 from .fleet import IN, OUT, Clock, Fleet, slow_links
 
 VIA = Path(0, 1)
@@ -107,14 +115,9 @@ class Faulty(Fleet):
     def restore(self) -> None:
         """Other bytes at either end than at the other."""
         self.driver.synchronize(0)
-        self.home[:] = self._pattern(0)
-        self.machine.write(self.ptr, self._pattern(1))
+        self.home[:] = pattern(self.nbytes)
+        self.machine.write(self.ptr, pattern(self.nbytes, 1))
         self.driver.synchronize(0)
-
-    def _pattern(self, seed: int) -> Any:
-        from ..allocator.machine import pattern
-
-        return pattern(self.nbytes, seed)
 
     def move(self, direction: Direction) -> Transfer:
         return self.engine.copy(*self.ends(direction), direction, stream=self.stream)
@@ -149,6 +152,34 @@ def test_a_helper_that_fails_at_any_hop(direction: Direction, kind: FaultKind, h
         assert fleet.used(again) == ["direct", "via device 1", "via device 2"]
         assert fleet.arrived(direction)
         fleet.close()
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("hop", [3, 6, 13])
+def test_a_helper_that_is_said_to_be_lost_and_writes_on(direction: Direction, hop: int) -> None:
+    """Its slices go another way too, but not before what it may still be writing."""
+
+    class Wrong(EmulatedDriver):
+        left = -1
+
+        def copy(self, dst: int, src: int, nbytes: int, *, stream: Stream) -> None:
+            if stream.device == 1:
+                self.left -= 1
+                if self.left == 0:
+                    raise DeviceLostError("CUDA_ERROR_CONTEXT_IS_DESTROYED", "copy")
+            super().copy(dst, src, nbytes, stream=stream)
+
+    driver = Wrong(EmulatedOptions(device_count=3, eagerness=0.0))
+    fleet = Fleet(driver, 2000, adaptive=False)
+    fleet.engine.copy(*fleet.ends(direction), direction, stream=fleet.stream).synchronize()
+    fleet.home[:] = pattern(2000)
+    fleet.machine.write(fleet.ptr, pattern(2000, 1))
+    driver.synchronize(0)
+    driver.left = hop
+    fleet.engine.copy(*fleet.ends(direction), direction, stream=fleet.stream).synchronize()
+    assert driver.left <= 0
+    assert fleet.arrived(direction)
+    fleet.close()
 
 
 @pytest.mark.parametrize("direction", Direction)

@@ -90,7 +90,7 @@ class Adaptive:
                 continue
             times = [took or 0.0 for took in seconds]
             for share, took in zip(shares, times, strict=True):
-                if share.path is not None and took > 0 and share.nbytes >= ENOUGH * self._slice_bytes:
+                if took > 0 and share.nbytes >= ENOUGH * self._slice_bytes:
                     seen.append((share.path, share.nbytes / took))
             if key not in learnt and tuple(share.path for share in shares) == key.paths:
                 learnt.add(key)  # one step: the others were shared out before it, too

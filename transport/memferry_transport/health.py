@@ -25,6 +25,9 @@ class Edge(NamedTuple):
         return " -> ".join("host" if end is None else f"device {end}" for end in self)
 
 
+Way = Path | Edge  # a path to the host, or the link from one device to another
+
+
 @dataclass
 class _State:
     errors: deque[float] = field(default_factory=lambda: deque(maxlen=ERRORS))
@@ -48,7 +51,7 @@ class PathHealth:
         Of the last error.
     """
 
-    path: Path
+    path: Way
     errors: int
     usable_in_s: float
     reason: str
@@ -85,16 +88,16 @@ class Health:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._states: dict[Path, _State] = {}
+        self._states: dict[Way, _State] = {}
         self._verified: set[Edge] = set()
         self._lock = threading.Lock()
 
-    def usable(self, path: Path) -> bool:
+    def usable(self, path: Way) -> bool:
         """Whether a way may carry data now, its edges being verified."""
         state = self._states.get(path)
         return state is None or state.until <= self._clock()
 
-    def failed(self, path: Path, reason: str) -> None:
+    def failed(self, path: Way, reason: str) -> None:
         """Count an error; the third in ten seconds leaves the way alone."""
         with self._lock:
             state, now = self._states.setdefault(path, _State()), self._clock()
@@ -104,7 +107,7 @@ class Health:
             if len(state.errors) == ERRORS and now - state.errors[0] <= WITHIN_S:
                 self._leave(path, state, now)
 
-    def suspend(self, path: Path, reason: str) -> None:
+    def suspend(self, path: Way, reason: str) -> None:
         """Leave a way alone at once: it gave wrong bytes, is far too slow, or has no memory."""
         with self._lock:
             state = self._states.setdefault(path, _State())
@@ -112,7 +115,7 @@ class Health:
             state.reason = reason
             self._leave(path, state, self._clock())
 
-    def lost(self, path: Path, reason: str) -> None:
+    def lost(self, path: Way, reason: str) -> None:
         """Never use a way again: its device is gone."""
         with self._lock:
             state = self._states.setdefault(path, _State())
@@ -120,11 +123,14 @@ class Health:
             state.reason = reason
             state.until = math.inf
 
-    def _leave(self, path: Path, state: _State, now: float) -> None:
+    def _leave(self, path: Way, state: _State, now: float) -> None:
         state.until = max(state.until, now + state.back_off_s)
         state.back_off_s *= 2
         state.errors.clear()
-        if path.helper is not None:  # what carried wrong bytes is looked at again before it carries more
+        # What carried wrong bytes is looked at again before it carries more.
+        if isinstance(path, Edge):
+            self._verified = self._verified - {path}
+        elif path.helper is not None:
             self._verified = {edge for edge in self._verified if path.helper not in edge}
 
     def is_verified(self, *edges: Edge) -> bool:
@@ -139,7 +145,7 @@ class Health:
         """`paths`, and every other way that ever failed."""
         now = self._clock()
         with self._lock:
-            known = {path: self._states.get(path, _State()) for path in (*paths, *self._states)}
+            known: dict[Way, _State] = {path: self._states.get(path, _State()) for path in (*paths, *self._states)}
             order = sorted(self._verified, key=lambda edge: [-1 if end is None else end for end in edge])
         found = tuple(
             PathHealth(path, state.total, max(0.0, state.until - now), state.reason)

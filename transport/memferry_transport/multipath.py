@@ -62,12 +62,13 @@ class MultiPath:
 
     def ways(self, direction: Direction) -> list[tuple[Path, Carrier]]:
         """The ways to take now, made ready and verified; the direct one first if it is one of them."""
-        self._learn()
         found: list[tuple[Path, Carrier]] = []
-        for path in self._planner.ways(direction):
-            carrier = self._carrier(path, direction)
-            if carrier is not None:
-                found.append((path, carrier))
+        with self._driver.beside_captures():  # whoever captures is not to be disturbed by looking and making
+            self._learn()
+            for path in self._planner.ways(direction):
+                carrier = self._carrier(path, direction)
+                if carrier is not None:
+                    found.append((path, carrier))
         return found
 
     def _carrier(self, path: Path, direction: Direction) -> Carrier | None:

@@ -15,8 +15,6 @@ from .runs import Run
 from .transfer import Transfer
 from .verify import allow_peer_access, arrives
 
-Pair = tuple[int, int]  # of devices: source, target
-
 
 class Peers:
     """The ways between an engine's device and others.  The engine's lock is held round every call.
@@ -47,18 +45,19 @@ class Peers:
         DriverError, RaceError
             As for `TransferEngine.copy`.
         """
-        hands: dict[Pair, list[Piece]] = {}
+        hands: dict[Edge, list[Piece]] = {}
         for dst, src in regions:
             require_same_size(dst, src, "d2d")
             if dst.nbytes:
-                hands.setdefault(self._pair(dst, src), []).append(Piece(dst.ptr, src.ptr, dst.nbytes))
+                hands.setdefault(self._edge(dst, src), []).append(Piece(dst.ptr, src.ptr, dst.nbytes))
         require_apart(regions)
         begin, runs = stream.record(), list[Run]()
         try:
-            for pair, pieces in hands.items():
-                path, carrier = self._carrier(pair)
-                runs.append(self._run(path, carrier, begin, pieces))
-                self._submit(pair, runs)
+            for edge, pieces in hands.items():
+                with self._driver.beside_captures():
+                    carrier = self._carrier(edge)
+                runs.append(self._run(carrier, begin, pieces))
+                self._submit(edge, runs)
         finally:
             for run in runs:
                 for event in run.end():
@@ -69,12 +68,12 @@ class Peers:
         over = "peer path by way of the host" if staged else "peer path"
         return Transfer(None, nbytes, copies, stream.record(), over=over)
 
-    def _run(self, path: Path, carrier: Carrier, begin: Event, pieces: Sequence[Piece]) -> Run:
-        run = Run(path, carrier, begin, timed=False)
+    def _run(self, carrier: Carrier, begin: Event, pieces: Sequence[Piece]) -> Run:
+        run = Run(Path(self._device), carrier, begin, timed=False)
         run.take(pieces)
         return run
 
-    def _submit(self, pair: Pair, runs: list[Run]) -> None:
+    def _submit(self, edge: Edge, runs: list[Run]) -> None:
         """Submit the last of `runs`; if its link fails, by way of the host instead."""
         run, begin = runs[-1], runs[-1].begin
         try:
@@ -82,19 +81,19 @@ class Peers:
                 run.step()
         except DriverError as error:
             left = run.fail(error)
-            if pair[0] == pair[1] or run.carrier is self._bounce:
+            if edge.source == edge.target or run.carrier is self._bounce:
                 raise
-            heir = self._run(run.path, self._host(), begin, left)
+            heir = self._run(self._host(), begin, left)
             heir.follow(run.end())
             runs.append(heir)
             while heir.todo:
                 heir.step()
             if isinstance(error, DeviceLostError):
-                self._health.lost(run.path, str(error))
+                self._health.lost(edge, str(error))
             else:
-                self._health.failed(run.path, str(error))
+                self._health.failed(edge, str(error))
 
-    def _pair(self, dst: Span, src: Span) -> Pair:
+    def _edge(self, dst: Span, src: Span) -> Edge:
         ends = []
         for span in (src, dst):
             device = self._driver.device_of(span.ptr)
@@ -109,7 +108,7 @@ class Peers:
                 f"d2d copy: {src.nbytes} bytes from {src.ptr:#x} on device {ends[0]} to {dst.ptr:#x} on device "
                 f"{ends[1]}: neither is device {self._device}; take an engine of one of the two"
             )
-        return ends[0], ends[1]
+        return Edge(*ends)
 
     @property
     def lane(self) -> Stream:
@@ -118,33 +117,32 @@ class Peers:
             self._lane = self._driver.create_stream(self._device)
         return self._lane
 
-    def _carrier(self, pair: Pair) -> tuple[Path, Carrier]:
-        """What carries bytes between two devices now, and the name under which its errors are counted."""
-        other = pair[0] if pair[1] == self._device else pair[1]
-        path = Path(self._device, other)
-        if pair[0] == pair[1] or self._reached(path, pair):
-            return path, DirectLink(self._driver, self.lane)
-        return path, self._host()
+    def _carrier(self, edge: Edge) -> Carrier:
+        """What carries bytes between two devices now."""
+        if edge.source == edge.target or self._reached(edge):
+            return DirectLink(self._driver, self.lane)
+        return self._host()
 
-    def _reached(self, path: Path, pair: Pair) -> bool:
+    def _reached(self, edge: Edge) -> bool:
         """Whether the link between two devices carries bytes as they are."""
-        edge = Edge(*pair)
         if self._health.is_verified(edge):
-            return self._health.usable(path)
-        if not self._health.usable(path) or self._driver.capture_under_way():
+            return self._health.usable(edge)
+        if not self._health.usable(edge) or self._driver.capture_under_way():
             return False
-        source, target = pair
+        source, target = edge
+        assert source is not None
+        assert target is not None
         if not (self._driver.can_access_peer(source, target) and self._driver.can_access_peer(target, source)):
             return False
         try:
             allow_peer_access(self._driver, source, target)
             allow_peer_access(self._driver, target, source)
-            arrived = arrives(self._driver, pair, on=self._device)
+            arrived = arrives(self._driver, [source, target], on=self._device)
         except DriverError as error:
-            self._health.suspend(path, str(error))
+            self._health.suspend(edge, str(error))
             return False
         if not arrived:
-            self._health.suspend(path, f"a pattern came changed over {edge}")
+            self._health.suspend(edge, f"a pattern came changed over {edge}")
             return False
         self._health.verified(edge)
         return True

@@ -20,8 +20,7 @@ class PathShare:
 
     Attributes
     ----------
-    path : Path or None
-        None: the link between two devices.
+    path : Path
     nbytes, slices, copies : int
         Bytes, the pieces they were cut into, and the driver copies that took.
     predicted_s : float or None
@@ -32,7 +31,7 @@ class PathShare:
         After the last byte on each stream of the way.
     """
 
-    path: Path | None
+    path: Path
     nbytes: int
     slices: int
     copies: int

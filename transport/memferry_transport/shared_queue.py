@@ -71,7 +71,8 @@ class SharedQueue:
         while (job := self._jobs.get()) is not None:
             under_way: list[deque[Event]] = [deque() for _ in job.runs]
             try:
-                self._carry(job, under_way)
+                with self._lane.driver.beside_captures():
+                    self._carry(job, under_way)
             except Exception as error:  # whoever waits for the job is told, and the next one has its turn
                 job.abandon(error)
             self._end(job)

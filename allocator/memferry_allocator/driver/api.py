@@ -136,9 +136,10 @@ class Driver(ABC):
         """
 
     def device_of(self, ptr: int) -> int | None:
-        """The device on which the allocation at `ptr` lies; None for host, virtual and unknown addresses.
+        """The device on which the allocation at `ptr` lies, if its peers reach it once that is enabled.
 
-        What `malloc` gave is found, and what others in this process allocated alike.
+        None for host memory, driver pools and mapped pages, whose reach is their own matter, and for the unknown.
+        What others in this process allocated is found as well.
         """
         raise self._unsupported("finding an allocation's device")
 

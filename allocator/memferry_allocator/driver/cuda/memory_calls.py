@@ -89,6 +89,9 @@ class MemoryCalls(CudaCore):
             kind = cu.cuPointerGetAttribute(_ATTRIBUTE.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, ptr)
             if int(kind[0]) != SUCCESS or int(kind[1]) != _DEVICE:
                 return None
+            pool = cu.cuPointerGetAttribute(_ATTRIBUTE.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, ptr)
+            if int(pool[0]) == SUCCESS and int(pool[1]):
+                return None
             result = cu.cuPointerGetAttribute(_ATTRIBUTE.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, ptr)
             return int(self._check(self._some(), "device_of", result))
 
