@@ -16,7 +16,7 @@ from memferry_tools.bandwidth.document import SCHEMA
 from memferry_tools.bandwidth.options import EMULATED, FULL, QUICK, BandwidthOptions
 from memferry_transport import Edge, Fault, FaultKind, FaultyDriver
 from memferry_transport.calibration_file import calibration_path
-from memferry_transport.measure import CASES
+from memferry_transport.measure import CASES, hold
 from memferry_transport.topology import loads
 
 from .conftest import Command, Outcome
@@ -32,6 +32,7 @@ def rate(nbytes: int) -> Any:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(hold, "PLUG_BYTES", 65536)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 

@@ -123,7 +123,7 @@ def test_streams_are_held_back_until_everything_is_enqueued() -> None:
         assert calls == [0, 1] * 6, "a run that warms up, and one sample; all streams in turns"
         for number in bench.devices:
             begun = events[number][0].elapsed_since(before[number])
-            assert begun == pytest.approx(LOCAL.seconds(bench.buffers.nbytes)), "one fill of the plug"
+            assert begun == pytest.approx(LOCAL.seconds(N)), "one fill of the plug"
 
 
 class Counting(EmulatedDriver):

@@ -9,7 +9,7 @@ from memferry_allocator import Driver, Event, Stream
 from .buffers import Buffers
 from .errors import NotRunError
 
-_PLUG_BYTES = 256 << 20
+PLUG_BYTES = 256 << 20  # of a fill: far longer than it takes to enqueue one, whatever the size that is measured
 _MOST_FILLS = 1024
 
 
@@ -36,7 +36,7 @@ class Plug:
     def __init__(self, driver: Driver, device: int, buffers: Buffers) -> None:
         self._virtual = has_virtual_clock(driver)
         self._driver = driver
-        self._nbytes = min(_PLUG_BYTES, buffers.nbytes)
+        self._nbytes = min(PLUG_BYTES, buffers.nbytes) if self._virtual else PLUG_BYTES
         self._ptr = buffers.device(device, "plug", self._nbytes)
         self._stream = buffers.stream(device, "plug")
         self._fills = 1 if self._virtual else 16
