@@ -26,7 +26,7 @@ def emulated(devices: int = 2, **options: Any) -> EmulatedDriver:
 def bench_of(
     driver: Driver | None = None, *, devices: tuple[int, ...] = (0, 1), nbytes: int = NBYTES, **options: Any
 ) -> Iterator[Bench]:
-    """A bench that is given back in the end, with its driver; filling memory to hold streams back takes no time."""
+    """A bench that is given back in the end, with its driver; holding streams back takes no time."""
     driver = driver or emulated()
     settings = MeasureOptions(**{"nbytes": nbytes, "samples": 1, "copies": 2, **options})
     try:

@@ -185,6 +185,27 @@ def test_bytes_that_arrive_wrong_make_a_case_fail(name: str) -> None:
         assert result.matrix is None
 
 
+class Losing(EmulatedDriver):
+    """Copies from, or to, the host are accepted and never made, once `loses` says which."""
+
+    loses: bool | None = None  # what comes from the host; or what goes there
+
+    def copy(self, dst: int, src: int, nbytes: int, *, stream: Stream) -> None:
+        if self.loses is None or self.loses == (self.device_of(dst) is None):
+            super().copy(dst, src, nbytes, stream=stream)
+
+
+@pytest.mark.parametrize(
+    ("name", "loses"), [("host_to_device_memcpy_ce", True), ("device_to_host_memcpy_ce", False)]
+)
+def test_bytes_of_an_earlier_run_do_not_pass_for_those_of_this_one(name: str, loses: bool) -> None:
+    driver = Losing(emulated().options)
+    with bench_of(driver) as bench:
+        assert run(bench, name).status == "passed"
+        driver.loses = loses
+        assert run(bench, name).status == "failed"
+
+
 def test_bytes_are_not_looked_at_where_that_is_not_wanted() -> None:
     driver = FaultyDriver(emulated(), [Fault(FaultKind.CORRUPT, count=None, edge=Edge(None, 0))])
     with bench_of(driver, verify=False) as bench:

@@ -7,7 +7,7 @@ from pathlib import Path as File
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memferry_allocator import Direction
@@ -202,6 +202,7 @@ def test_a_calibration_comes_back_as_it_was(cache: File) -> None:
     assert load_calibration(SAMPLE.machine) == SAMPLE
 
 
+@settings(max_examples=15)
 @given(
     st.builds(
         Calibration,
