@@ -22,6 +22,7 @@ from memferry_transport.topology import (
     machine,
     machine_names,
 )
+from memferry_transport.topology.nvml import normal_address
 from memferry_transport.topology.pci import read_pci
 
 from .machines import FakeNvml, driver, link, sysfs
@@ -249,6 +250,35 @@ def test_the_driver_alone(tmp_path: Path) -> None:
     assert any("sysfs" in note for note in found.notes)
     assert candidates(found, 0) == (Way(0),)
     assert loads(dumps(found)) == found
+
+
+def test_sysfs_full_of_nonsense(tmp_path: Path) -> None:
+    tree = sysfs(tmp_path, f"pci0000:00/{A}", nodes="")
+    link(tree, A, "very fast", "wide", node="none")
+    (tree / "bus" / "pci" / "devices" / A / "max_link_width").write_bytes(b"\xff\xfe")
+    found = discover(driver([A]), nvml=None, root=tree)
+    assert found.host_link(0).pcie is None
+    assert found.numa_nodes == ()
+    assert any("NUMA" in note for note in found.notes)
+
+
+def test_nvml_that_does_not_stop(tmp_path: Path) -> None:
+    found = discover(driver([A]), nvml=FakeNvml([A], refused=("nvmlShutdown",)), root=tmp_path)
+    assert found.host_link(0).pcie == Pcie(5, 16, 5, 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("00000000:3B:00.0", C),
+        ("0000:3b:00.0", C),
+        ("00010000:3B:00.0", "10000:3b:00.0"),
+        ("", ""),
+        ("x:y", "x:y"),
+    ],
+)
+def test_addresses_as_linux_writes_them(text: str, address: str) -> None:
+    assert normal_address(text) == address
 
 
 def test_a_machine_without_devices(tmp_path: Path) -> None:

@@ -58,11 +58,19 @@ def discover(driver: Driver, *, nvml: Any | None = _INSTALLED, root: Path = SYSF
         host_links=tuple(_host_link(each, uplinks) for each in seen),
         peer_links=tuple(_peer_link(driver, pair, facts, notes) for pair in itertools.combinations(seen, 2)),
         uplinks=uplinks,
-        numa_nodes=tuple(sorted(nodes.union(online_nodes(root / "devices" / "system" / "node")))),
+        numa_nodes=tuple(sorted(nodes.union(_online(root, notes)))),
         source="discovered",
         date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         notes=tuple(notes),
     )
+
+
+def _online(root: Path, notes: list[str]) -> tuple[int, ...]:
+    try:
+        return online_nodes(root / "devices" / "system" / "node")
+    except ValueError:
+        notes.append("sysfs: which NUMA nodes are online cannot be read; those of the devices are listed")
+        return ()
 
 
 @dataclass(frozen=True)

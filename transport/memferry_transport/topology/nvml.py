@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,7 +96,8 @@ def read_nvml(nvml: Any | None, addresses: Sequence[str]) -> NvmlFacts:
     try:
         return _Reader(nvml).read(addresses)
     finally:
-        nvml.nvmlShutdown()
+        with suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
 
 
 class _Reader:
@@ -185,4 +188,4 @@ def _short(info: Any | None) -> str | None:
 def normal_address(address: str) -> str:
     """A PCI address as Linux writes it: four digits of domain where four are enough, in lower case."""
     domain, _, rest = address.strip().lower().partition(":")
-    return f"{int(domain, 16):04x}:{rest}" if domain and rest else address
+    return f"{int(domain, 16):04x}:{rest}" if re.fullmatch("[0-9a-f]{1,8}", domain) else address

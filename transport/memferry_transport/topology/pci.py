@@ -104,7 +104,7 @@ def relation(first: PciDevice, second: PciDevice) -> PeerKind:
 def _text(path: Path) -> str | None:
     try:
         return path.read_text().strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None
 
 
