@@ -11,7 +11,7 @@ import pytest
 from memferry_allocator import Driver, open_driver
 from memferry_tools.cli import main
 from memferry_transport import TransferEngine
-from memferry_transport.measure import CASES, NEVER, Bench, MeasureOptions, calibrate, find_case, run_case
+from memferry_transport.measure import CASES, NEVER, Bench, MeasureOptions, calibrate_on, find_case, run_case
 from memferry_transport.measure.kernel_cases import chain, chain_end
 from memferry_transport.measure.ways import ends
 
@@ -62,7 +62,7 @@ def test_a_chase_ends_where_the_chain_leads() -> None:
 def test_an_engine_goes_by_what_was_calibrated(bench: Bench) -> None:
     if len(bench.devices) < 2:
         pytest.skip("needs two devices")
-    known = calibrate(bench, "here", slice_bytes=4 << 20)
+    known = calibrate_on(bench, slice_bytes=4 << 20)
     assert all(1e9 < measured.cost.bytes_per_second < 1e12 for measured in known.ways.values())
     assert all(0 <= measured.cost.alpha_s < 1e-2 for measured in known.ways.values())
     for (device, direction), size in known.break_even_bytes.items():

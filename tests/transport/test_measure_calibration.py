@@ -32,9 +32,10 @@ from memferry_transport.calibration_file import (
     to_json,
 )
 from memferry_transport.explain import explain
-from memferry_transport.measure import NEVER, CorruptedError, calibrate
+from memferry_transport.measure import NEVER, CorruptedError, MeasureOptions, calibrate, calibrate_on
 from memferry_transport.measure.fit import fit_cost
 from memferry_transport.measure.ways import ends
+from memferry_transport.topology import discover, machine
 
 from .measuring import D2H, H2D, IN, OUT, PEER, bench_of, emulated
 
@@ -92,7 +93,7 @@ def test_nothing_and_nonsense_are_refused() -> None:
 # -- measuring ---------------------------------------------------------------------------------------------
 def calibrated(**links: Any) -> Calibration:
     with bench_of(emulated(**links), nbytes=SIZE) as bench:
-        return calibrate(bench, "two devices", slice_bytes=SLICE)
+        return calibrate_on(bench, slice_bytes=SLICE)
 
 
 def test_ways_cost_what_their_links_say() -> None:
@@ -143,7 +144,7 @@ def test_both_directions_at_once_are_free_on_links_of_their_own() -> None:
 def test_a_relay_that_spoils_bytes_is_left_out_and_never_taken() -> None:
     driver = FaultyDriver(emulated(), [Fault(FaultKind.CORRUPT, count=None, edge=Edge(1, 0))])
     with bench_of(driver, nbytes=SIZE) as bench:
-        known = calibrate(bench, "two devices", slice_bytes=SLICE)
+        known = calibrate_on(bench, slice_bytes=SLICE)
         left = {(path, direction) for path, direction in known.ways if not path.direct}
         assert left == {(Path(0, 1), OUT), (Path(1, 0), IN)}, "the link from device 1 to device 0 is in none"
         driver.arm()
@@ -160,7 +161,7 @@ def test_a_relay_that_spoils_bytes_is_left_out_and_never_taken() -> None:
 def test_a_direct_way_that_spoils_bytes_is_an_error() -> None:
     driver = FaultyDriver(emulated(), [Fault(FaultKind.CORRUPT, count=None, edge=Edge(None, 0))])
     with bench_of(driver, nbytes=SIZE) as bench, pytest.raises(CorruptedError):
-        calibrate(bench, "two devices", slice_bytes=SLICE)
+        calibrate_on(bench, slice_bytes=SLICE)
 
 
 def test_one_device_has_one_way() -> None:
@@ -170,6 +171,17 @@ def test_one_device_has_one_way() -> None:
         assert known.break_even_bytes == {}
         assert bench.calibration() is known
         assert known.source == "emulated"
+
+
+def test_a_machine_is_calibrated_for_what_it_is() -> None:
+    driver = emulated()
+    known = calibrate(driver, options=MeasureOptions(nbytes=64 << 10, samples=1, copies=1))
+    assert known.machine == discover(driver).machine
+    assert {path.device for path, _ in known.ways} == {0, 1}
+    alone = calibrate(driver, machine("h200-x2"), devices=[1], options=MeasureOptions(nbytes=64 << 10, samples=1))
+    assert alone.machine == machine("h200-x2").machine
+    assert set(alone.ways) == {(Path(1), IN), (Path(1), OUT)}
+    driver.close()
 
 
 # -- files -------------------------------------------------------------------------------------------------

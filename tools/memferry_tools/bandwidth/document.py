@@ -43,6 +43,7 @@ def document(
             **describe_machine(),
             "driver": driver.name,
             "emulated": emulated,
+            "cuda": cuda_version(driver),
             "clock": "virtual" if emulated else "device",
             "make": topology.machine,
             "devices": [driver.device_info(device).name for device in devices],
@@ -53,6 +54,16 @@ def document(
         "seconds": seconds,
         "summary": summarise(results, calibration),
     }
+
+
+def cuda_version(driver: Driver) -> int | None:
+    """The CUDA version that the driver supports, as CUDA writes it: 13000 is 13.0."""
+    if driver.name != "cuda":
+        return None
+    from cuda.bindings import driver as cu
+
+    error, number = cu.cuDriverGetVersion()
+    return int(number) if int(error) == 0 else None
 
 
 def _without_identity(topology: Topology) -> Topology:

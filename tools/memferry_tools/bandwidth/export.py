@@ -33,7 +33,9 @@ def to_csv(results: Sequence[CaseResult]) -> str:
     return text.getvalue()
 
 
-def to_nvbandwidth(results: Sequence[CaseResult], devices: Sequence[str], driver: str | None) -> dict[str, Any]:
+def to_nvbandwidth(
+    results: Sequence[CaseResult], devices: Sequence[str], *, driver: str | None, cuda: int | None
+) -> dict[str, Any]:
     """The cases that nvbandwidth has, as its own ``--json`` has them: numbers are text, or ``N/A``.
 
     Parameters
@@ -43,9 +45,12 @@ def to_nvbandwidth(results: Sequence[CaseResult], devices: Sequence[str], driver
         Their names.
     driver : str, optional
         Its version.
+    cuda : int, optional
+        As for `cuda_version`.
     """
     return {
         "nvbandwidth": {
+            "CUDA Runtime Version": cuda,
             "Driver Version": driver or "N/A",
             "GPU Device list": [f"{number}: {name}" for number, name in enumerate(devices)],
             "git_version": "",

@@ -26,7 +26,7 @@ from ..machine import describe_machine
 from ..screen import Row, Screen
 from ..version import version
 from . import plot
-from .document import document
+from .document import cuda_version, document
 from .export import to_csv, to_nvbandwidth
 from .options import BandwidthOptions
 from .show import result_line, show_result, summary_lines
@@ -149,7 +149,8 @@ class _Run:
             write_whole(options.csv, to_csv(results), "--csv")
         if options.nvbandwidth is not None:
             gpu_driver = None if self.emulated else describe_machine()["gpu_driver"]
-            write_json(options.nvbandwidth, to_nvbandwidth(results, names, gpu_driver), "--nvbandwidth-compat")
+            form = to_nvbandwidth(results, names, driver=gpu_driver, cuda=cuda_version(self.driver))
+            write_json(options.nvbandwidth, form, "--nvbandwidth-compat")
         if options.plot is not None:
             title = f"{self.machine}{' (EMULATED, virtual clock)' if self.emulated else ''}"
             write_whole(options.plot, plot.draw(results, title), "--plot")

@@ -3,7 +3,7 @@
 # The cases enter themselves in the catalogue, in this order.
 from . import host_cases, peer_cases, memory_cases, kernel_cases, engine_cases  # noqa: I001
 from .bench import Bench, Load
-from .calibrate import NEVER, calibrate, measure_way
+from .calibrate import NEVER, calibrate, calibrate_on, measure_way
 from .catalogue import CASES, Case, find_case, leave_out, run_case
 from .errors import CorruptedError, NotRunError
 from .hold import has_virtual_clock
@@ -22,6 +22,7 @@ __all__ = [
     "MeasureOptions",
     "NotRunError",
     "calibrate",
+    "calibrate_on",
     "engine_cases",
     "find_case",
     "has_virtual_clock",

@@ -84,9 +84,9 @@ class Bench:
     def calibration(self) -> Calibration:
         """What the ways of the bench's devices cost: as given with `use`, else measured now, once."""
         if self._calibration is None:
-            from .calibrate import calibrate  # which measures on a bench
+            from .calibrate import calibrate_on  # which measures on a bench
 
-            self._calibration = calibrate(self, self.machine)
+            self._calibration = calibrate_on(self)
         return self._calibration
 
     def use(self, calibration: Calibration) -> None:

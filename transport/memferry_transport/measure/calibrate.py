@@ -2,34 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import pairwise
 from statistics import median
 
-from memferry_allocator import Direction
+from memferry_allocator import Direction, Driver
 
 from ..calibration import Calibration, Measured
 from ..engine import TransferEngine
 from ..errors import CalibrationError
 from ..options import TransferOptions
 from ..paths import Path
+from ..topology import Topology, discover
 from .bench import Bench, Load
 from .copies import check, clear, host_copy
 from .errors import CorruptedError
 from .fit import fit_cost
 from .hold import has_virtual_clock
+from .options import MeasureOptions
 from .ways import ends, few_copies, slice_bytes_of, way_load, ways_of
 
+OPTIONS = MeasureOptions(nbytes=128 << 20, samples=5, copies=8)
 NEVER = 1 << 62  # a break-even that no transfer reaches
 _LEAST = 64 << 10
 _MOST = 256 << 20
 
 
-def calibrate(bench: Bench, machine: str, *, slice_bytes: int | None = None) -> Calibration:
-    """Measure every way of a bench's devices in both directions, and from what size on several ways pay.
+def calibrate(
+    driver: Driver,
+    topology: Topology | None = None,
+    *,
+    devices: Sequence[int] | None = None,
+    options: MeasureOptions | None = None,
+    slice_bytes: int | None = None,
+) -> Calibration:
+    """Measure every way of a machine's devices in both directions, and from what size on several ways pay.
+
+    Takes seconds for each pair of devices, and the machine for itself.
+
+    Parameters
+    ----------
+    driver : Driver
+    topology : Topology, optional
+        What the calibration counts for; by default what `discover` finds.
+    devices : sequence of int, optional
+        By default all.
+    options : MeasureOptions, optional
+        Ways are measured up to 256 MiB, or twice the size given here if that is less.
+    slice_bytes : int, optional
+        Of relays; by default what the engine takes by itself.
+
+    Raises
+    ------
+    CalibrationError, CorruptedError
+        As for `calibrate_on`.
+    """
+    machine = (topology or discover(driver)).machine
+    chosen = range(driver.device_count) if devices is None else devices
+    with Bench(driver, chosen, options or OPTIONS, machine=machine) as bench:
+        return calibrate_on(bench, slice_bytes=slice_bytes)
+
+
+def calibrate_on(bench: Bench, *, slice_bytes: int | None = None) -> Calibration:
+    """The same on a bench, for what it says its machine is.
 
     The bytes of every way are compared.  A relay over which they arrive wrong is left out, so that no engine with
     this calibration takes it.
@@ -37,8 +75,6 @@ def calibrate(bench: Bench, machine: str, *, slice_bytes: int | None = None) -> 
     Parameters
     ----------
     bench : Bench
-    machine : str
-        What the calibration counts for; see `Calibration.machine`.
     slice_bytes : int, optional
         Of relays; by default what the engine takes by itself.
 
@@ -60,7 +96,7 @@ def calibrate(bench: Bench, machine: str, *, slice_bytes: int | None = None) -> 
                     if path.direct:
                         raise
     known = Calibration(
-        machine=machine,
+        machine=bench.machine,
         source="emulated" if has_virtual_clock(bench.driver) else "measured",
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         ways=ways,
