@@ -68,11 +68,11 @@ def test_without_helpers_it_is_the_drivers_own_copy() -> None:
 def test_every_set_of_ways_is_measured_with_slices_of_several_sizes() -> None:
     with bench_of(emulated(3), devices=(0, 1, 2), nbytes=SIZE) as bench:
         matrix = measured(bench, "multipath_h2d")
-        unit = bench.calibration().slice_bytes >> 10
+        assert bench.calibration().slice_bytes == 256 << 10
         assert matrix.rows == [
             "direct",
-            f"direct + 1, slices of {unit} KiB",
-            *(f"direct + 1, 2, slices of {size} KiB" for size in (unit // 2, unit, 2 * unit)),
+            "direct + 1, slices of 256 KiB",
+            *(f"direct + 1, 2, slices of {size} KiB" for size in (128, 256, 512)),
         ]
         last = [matrix.value(row, matrix.columns[-1]) or 0.0 for row in matrix.rows]
         assert last[0] < last[1] < last[3], "the more ways, the faster"

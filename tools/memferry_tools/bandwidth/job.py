@@ -45,11 +45,7 @@ def run(options: BandwidthOptions) -> int:
     if options.plot is not None:
         plot.check_drawable()
     began = time.monotonic()
-    driver = _open(options.device, options.fixture)
-    try:
-        return _Run(options, driver, began).run()
-    finally:
-        driver.close()
+    return _Run(options, _open(options.device, options.fixture), began).run()
 
 
 def list_cases(screen: Screen) -> int:

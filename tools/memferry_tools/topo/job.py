@@ -49,7 +49,4 @@ def _find(options: TopoOptions) -> tuple[Topology, bool]:
         driver = open_driver(options.device)
     except DriverError as error:
         raise ToolError(f"--device {options.device}: {error}") from error
-    try:
-        return discover(driver), has_virtual_clock(driver)
-    finally:
-        driver.close()
+    return discover(driver), has_virtual_clock(driver)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
-from memferry_allocator import Direction
+from memferry_allocator import Direction, format_size
 
 from ..engine import TransferEngine
 from ..options import TransferOptions
@@ -55,7 +55,7 @@ def _multi_path(bench: Bench, direction: Direction) -> Matrix:
     variants: dict[str, TransferOptions] = {}
     for count in range(1, len(helpers) + 1):
         for slice_bytes in (unit // 2, unit, 2 * unit) if count == len(helpers) else (unit,):
-            label = f"direct + {', '.join(map(str, helpers[:count]))}, slices of {slice_bytes >> 10} KiB"
+            label = f"direct + {', '.join(map(str, helpers[:count]))}, slices of {format_size(slice_bytes).replace('.00', '')}"
             variants[label] = TransferOptions(
                 helpers=tuple(helpers[:count]), slice_bytes=slice_bytes, break_even_bytes=0
             )
