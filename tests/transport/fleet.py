@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from memferry_allocator import Direction, Driver, EmulatedDriver, EmulatedOptions, Span, Stream
+from memferry_allocator import DeviceLostError, Direction, Driver, EmulatedDriver, EmulatedOptions, Span, Stream
 from memferry_allocator.driver import LinkModel
 from memferry_transport import Calibration, LinearCost, Measured, Path, TransferEngine, TransferOptions
 
@@ -38,6 +38,23 @@ def slow_links(devices: int = 2, **options: Any) -> EmulatedDriver:
     settings: dict[str, Any] = {"eagerness": 0.0, "host_to_device": link, "device_to_host": link}
     settings.update(device_count=devices, peer=FAST, on_device=FAST, **options)
     return EmulatedDriver(EmulatedOptions(**settings))
+
+
+class Crying(EmulatedDriver):
+    """Raises once, instead of a chosen copy on a device, though nothing is the matter with it."""
+
+    error: Exception = DeviceLostError("CUDA_ERROR_CONTEXT_IS_DESTROYED", "copy")
+    on, left = 1, 0
+
+    def cry(self, after: int, error: Exception | None = None, *, on: int = 1) -> None:
+        self.left, self.on, self.error = after, on, error or self.error
+
+    def copy(self, dst: int, src: int, nbytes: int, *, stream: Stream) -> None:
+        if stream.device == self.on and self.left:
+            self.left -= 1
+            if not self.left:
+                raise self.error
+        super().copy(dst, src, nbytes, stream=stream)
 
 
 class Clock:

@@ -17,7 +17,6 @@ from memferry_allocator import (
     EmulatedDriver,
     EmulatedOptions,
     Span,
-    Stream,
 )
 from memferry_transport import (
     Edge,
@@ -32,7 +31,7 @@ from memferry_transport import (
 from memferry_transport.health import Health
 
 from ..allocator.machine import address, pattern, refused
-from .fleet import IN, OUT, Clock, Fleet, slow_links
+from .fleet import IN, OUT, Clock, Crying, Fleet, slow_links
 
 VIA = Path(0, 1)
 
@@ -155,29 +154,19 @@ def test_a_helper_that_fails_at_any_hop(direction: Direction, kind: FaultKind, h
 
 
 @pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("hop", [3, 6, 13])
-def test_a_helper_that_is_said_to_be_lost_and_writes_on(direction: Direction, hop: int) -> None:
+@pytest.mark.parametrize(("mode", "hop"), [("quota", 3), ("quota", 6), ("quota", 13), ("queue", 3)])
+def test_a_helper_that_is_said_to_be_lost_and_writes_on(direction: Direction, mode: str, hop: int) -> None:
     """Its slices go another way too, but not before what it may still be writing."""
 
-    class Wrong(EmulatedDriver):
-        left = -1
-
-        def copy(self, dst: int, src: int, nbytes: int, *, stream: Stream) -> None:
-            if stream.device == 1:
-                self.left -= 1
-                if self.left == 0:
-                    raise DeviceLostError("CUDA_ERROR_CONTEXT_IS_DESTROYED", "copy")
-            super().copy(dst, src, nbytes, stream=stream)
-
-    driver = Wrong(EmulatedOptions(device_count=3, eagerness=0.0))
-    fleet = Fleet(driver, 2000, adaptive=False)
+    driver = Crying(EmulatedOptions(device_count=3, eagerness=0.0))
+    fleet = Fleet(driver, 2000, adaptive=False, mode=mode)
     fleet.engine.copy(*fleet.ends(direction), direction, stream=fleet.stream).synchronize()
     fleet.home[:] = pattern(2000)
     fleet.machine.write(fleet.ptr, pattern(2000, 1))
     driver.synchronize(0)
-    driver.left = hop
+    driver.cry(hop)
     fleet.engine.copy(*fleet.ends(direction), direction, stream=fleet.stream).synchronize()
-    assert driver.left <= 0
+    assert driver.left == 0
     assert fleet.arrived(direction)
     fleet.close()
 

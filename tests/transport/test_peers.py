@@ -23,7 +23,7 @@ from memferry_transport import (
 )
 
 from ..allocator.machine import Bytes, Machine, address, pattern, refused
-from .fleet import FAST, Clock
+from .fleet import FAST, Clock, Crying
 
 N = 1000
 
@@ -129,6 +129,18 @@ def test_a_link_that_fails_is_gone_round() -> None:
         assert np.array_equal(world.holds(1)[:900], pattern(N)[:900])
         assert sum(path.errors for path in world.engine.health().paths) == min(errors, 3)
     assert "left alone for 30 s" in str(world.engine.health())
+    world.close()
+
+
+def test_a_link_said_to_be_lost_that_carries_on() -> None:
+    world = Pair(Crying)
+    world.engine.copy(world.span(1), world.span(0), stream=world.stream).synchronize()
+    world.driver.cry(2, on=0)
+    regions = [(world.span(1, start, 300), world.span(0, start + 300, 300)) for start in (0, 300)]
+    transfer = world.engine.copy_regions(regions, stream=world.stream)
+    transfer.synchronize()
+    assert "by way of the host" in transfer.explain()
+    assert np.array_equal(world.holds(1)[:600], pattern(N)[300:900])
     world.close()
 
 

@@ -26,7 +26,7 @@ from memferry_transport.quotas import worth_pulling
 
 from ..allocator.machine import Machine, address, pattern, refused
 from ..threads import in_threads
-from .fleet import IN, OUT, Fleet, calibrated, slow_links
+from .fleet import IN, OUT, Crying, Fleet, calibrated, slow_links
 
 EVEN = LinearCost(0.0, 100.0)
 
@@ -299,6 +299,24 @@ def test_a_helper_lost_under_way_is_made_good(after: int) -> None:
     fleet.engine.copy(*fleet.ends(IN), IN, stream=fleet.stream).synchronize()
     assert fleet.arrived(IN)
     fleet.engine.close()
+
+
+@pytest.mark.parametrize("after", [2, 5])
+def test_the_consumer_comes_after_what_was_submitted_before_an_error(after: int) -> None:
+    """Whatever ends the engine's work on it; that the next transfer has its turn is seen too."""
+    driver = Crying(EmulatedOptions(device_count=3, eagerness=0.0))
+    fleet = queued(driver)
+    fleet.engine.copy(*fleet.ends(IN), IN, stream=fleet.stream).synchronize()
+    driver.cry(after, RaceError("two at once"))
+    with pytest.raises(RaceError, match="two at once"):
+        fleet.engine.copy(*fleet.ends(IN), IN, stream=fleet.stream)
+    driver.fill(fleet.ptr, 1, 3000, stream=fleet.stream)
+    driver.fill(fleet.machine.mapped(fleet.home), 1, 3000, stream=fleet.stream)
+    fleet.stream.synchronize()
+    fleet.home[:] = pattern(3000)
+    fleet.engine.copy(*fleet.ends(IN), IN, stream=fleet.stream).synchronize()
+    assert fleet.arrived(IN)
+    fleet.close()
 
 
 def test_all_ways_fail() -> None:
