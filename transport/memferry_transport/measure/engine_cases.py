@@ -55,8 +55,8 @@ def _multi_path(bench: Bench, direction: Direction) -> Matrix:
     variants: dict[str, TransferOptions] = {}
     for count in range(1, len(helpers) + 1):
         for slice_bytes in (unit // 2, unit, 2 * unit) if count == len(helpers) else (unit,):
-            label = f"direct + {', '.join(map(str, helpers[:count]))}, slices of {format_size(slice_bytes).replace('.00', '')}"
-            variants[label] = TransferOptions(
+            size = format_size(slice_bytes).replace(".00", "")
+            variants[f"direct + {', '.join(map(str, helpers[:count]))}, slices of {size}"] = TransferOptions(
                 helpers=tuple(helpers[:count]), slice_bytes=slice_bytes, break_even_bytes=0
             )
     matrix = Matrix.of("ways", [DIRECT, *variants], "bytes", sizes)
