@@ -167,6 +167,8 @@ SPOILT_EDGES = {
     "host_to_all_bidirectional_memcpy_ce": Edge(None, 1),
     "device_to_host_memcpy_ce": Edge(1, None),
     "device_to_host_by_size": Edge(0, None),
+    "host_to_device_by_memory": Edge(None, 1),
+    "device_to_host_by_memory": Edge(0, None),
     "device_to_device_memcpy_read_ce": Edge(0, 1),
     "device_to_device_bidirectional_memcpy_write_ce": Edge(1, 0),
     "device_local_copy": Edge(0, 0),

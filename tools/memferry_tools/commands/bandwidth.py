@@ -17,12 +17,12 @@ def command(
     fixture: Annotated[
         str | None, typer.Option(help="Whose links emulated devices have, e.g. hgx-h200-x8; see memferry topo.")
     ] = None,
-    devices: Annotated[str | None, typer.Option(help="Ordinals, e.g. 0,1.  [default: all]")] = None,
+    devices: Annotated[str | None, typer.Option(help="Ordinals, e.g. 0,1; all by default.")] = None,
     size: Annotated[
-        str | None, typer.Option(help="Of a copy; cases by size go up to twice as much.  [default: 512MiB]")
+        str | None, typer.Option(help="Of a copy; cases by size go up to twice as much. 512MiB by default.")
     ] = None,
-    samples: Annotated[int | None, typer.Option(help="Measure each value so often.  [default: 3]")] = None,
-    copies: Annotated[int | None, typer.Option(help="Copies in a sample.  [default: 16]")] = None,
+    samples: Annotated[int | None, typer.Option(help="Measure each value so often; 3 by default.")] = None,
+    copies: Annotated[int | None, typer.Option(help="Copies in a sample; 16 by default.")] = None,
     json: Annotated[str | None, typer.Option(help="Write settings, machine, samples and summary here.")] = None,
     csv: Annotated[str | None, typer.Option(help="Write the values here, one a line.")] = None,
     nvbandwidth_compat: Annotated[

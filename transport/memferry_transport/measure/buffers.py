@@ -103,21 +103,25 @@ class Buffers:
         self.check_host(device, "check", nbytes, of=of)
 
     def check_host(self, device: int, role: str, nbytes: int, *, of: int) -> None:
-        """Refuse host memory that does not hold the pattern of device `of`.
+        """Refuse host memory that does not hold the pattern of device `of`.  Errors as for `check_bytes`."""
+        self.check_bytes(self.host_array(device, role)[:nbytes], device, of=of)
+
+    def check_bytes(self, found: Bytes, device: int, *, of: int) -> None:
+        """The same of any host memory that `device` has copied.
 
         Raises
         ------
         CorruptedError
         """
-        found, wanted = self.host_array(device, role)[:nbytes], self.host_array(of, "source")[:nbytes]
-        spans = [Span(int(array.ctypes.data), nbytes) for array in (found, wanted)]
+        wanted = self.host_array(of, "source")[: found.nbytes]
+        spans = [Span(int(array.ctypes.data), array.nbytes) for array in (found, wanted)]
         with self.driver.host_access(reads=spans, label="verify"):
             if np.array_equal(_words(found), _words(wanted)):
                 return
             first = int(np.argmax(found != wanted))
         raise CorruptedError(
-            f"verification: of {nbytes} bytes copied with device {device}, byte {first} arrived wrong; check the "
-            "machine's links and its IOMMU before any copy of it is trusted"
+            f"verification: of {found.nbytes} bytes copied with device {device}, byte {first} arrived wrong; "
+            "check the machine's links and its IOMMU before any copy of it is trusted"
         )
 
     def close(self) -> None:

@@ -6,9 +6,10 @@ from contextlib import suppress
 
 import numpy as np
 
-from memferry_allocator import Direction
+from memferry_allocator import Direction, Span
 
 from .bench import Bench, Load
+from .buffers import Bytes
 from .catalogue import case
 from .copies import GB, check, clear, host_copy
 from .errors import NotRunError
@@ -32,30 +33,37 @@ def _by_size(bench: Bench, direction: Direction) -> Matrix:
     return matrix
 
 
-def _of_memory(bench: Bench, device: int, direction: Direction, home: int, *, hold: bool) -> list[float]:
-    """Copies to or from host memory at `home`; samples in GB/s."""
-    stream, nbytes = bench.buffers.stream(device, direction.value), bench.options.nbytes
+def _of_memory(bench: Bench, device: int, direction: Direction, home: Bytes, *, hold: bool) -> list[float]:
+    """Copies to or from host memory `home`; samples in GB/s."""
+    driver, buffers, nbytes = bench.driver, bench.buffers, bench.options.nbytes
+    stream, address = buffers.stream(device, direction.value), int(home.ctypes.data)
+    with driver.host_access(writes=[Span(address, nbytes)], label="host memory"):
+        home[:] = buffers.host_array(device, "source")[:nbytes] if direction is IN else 0
     if direction is IN:
-        dst, src = bench.buffers.device(device, "target"), home
+        dst, src = buffers.device(device, "target"), address
+        clear(bench, device, direction)
     else:
-        dst, src = home, bench.buffers.device(device, "source")
+        dst, src = address, buffers.device(device, "source")
     times = bench.options.copies if hold else min(2, bench.options.copies)  # pageable memory is slow
-    load = Load(stream, lambda: bench.driver.copy(dst, src, nbytes, stream=stream), times)
+    load = Load(stream, lambda: driver.copy(dst, src, nbytes, stream=stream), times)
     (seconds,) = bench.seconds([load], hold=hold)
+    if direction is IN:
+        check(bench, device, direction)
+    elif bench.options.verify:
+        buffers.check_bytes(home, device, of=device)
     return [nbytes / sample / GB for sample in seconds]
 
 
 def _by_memory(bench: Bench, direction: Direction) -> Matrix:
+    nbytes = bench.options.nbytes
     matrix = Matrix.of("host memory", (REGISTERED, PINNED, PAGEABLE), "device", bench.devices)
     for device in bench.devices:
-        home = bench.buffers.host(device, "source" if direction is IN else "home").ptr
-        matrix.put(REGISTERED, device, _of_memory(bench, device, direction, home, hold=True))
-        with suppress(NotRunError), pinned_memory(bench.driver, device, bench.options.nbytes) as address:
-            matrix.put(PINNED, device, _of_memory(bench, device, direction, address, hold=True))
-        plain = np.zeros(bench.options.nbytes, np.uint8)
-        plain[:] = 1  # every page is there
-        address = int(plain.ctypes.data)
-        matrix.put(PAGEABLE, device, _of_memory(bench, device, direction, address, hold=False))
+        registered = bench.buffers.host_array(device, "home")[:nbytes]
+        matrix.put(REGISTERED, device, _of_memory(bench, device, direction, registered, hold=True))
+        with suppress(NotRunError), pinned_memory(bench.driver, device, nbytes) as pinned:
+            matrix.put(PINNED, device, _of_memory(bench, device, direction, pinned, hold=True))
+        pageable = np.empty(nbytes, np.uint8)
+        matrix.put(PAGEABLE, device, _of_memory(bench, device, direction, pageable, hold=False))
         bench.driver.synchronize(device)
     return matrix
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from memferry_allocator import Driver, DriverError
 
@@ -12,8 +16,8 @@ from .errors import NotRunError
 
 
 @contextmanager
-def pinned_memory(driver: Driver, device: int, nbytes: int) -> Iterator[int]:
-    """The address of `nbytes` bytes from ``cuMemHostAlloc``, until the block ends.
+def pinned_memory(driver: Driver, device: int, nbytes: int) -> Iterator[npt.NDArray[np.uint8]]:
+    """`nbytes` bytes from ``cuMemHostAlloc``, until the block ends.
 
     Raises
     ------
@@ -37,7 +41,7 @@ def pinned_memory(driver: Driver, device: int, nbytes: int) -> Iterator[int]:
         finally:
             cu.cuCtxPopCurrent()
         try:
-            yield address
+            yield np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
         finally:
             driver.synchronize(device)
             check("push context", cu.cuCtxPushCurrent(context))
