@@ -426,6 +426,23 @@ def transfer_at_random(
     return last
 
 
+def test_two_engines_share_a_helper_s_link(make: Callable[..., Fleet]) -> None:
+    """Each sends 2000 bytes by way of device 2, whose link to the host carries a thousand a second."""
+    driver = slow_links(3)
+    fleets = [make(4000, driver, device=device, helpers=(2,), adaptive=False) for device in (0, 1)]
+    for fleet in fleets:
+        timed(fleet, IN)
+        fleet.machine.write(fleet.ptr, pattern(4000, 1), device=fleet.engine.device)
+        driver.synchronize(fleet.engine.device)
+    before = driver.now
+    for fleet in fleets:
+        assert len(fleet.engine.copy(*fleet.ends(IN), IN, stream=fleet.stream).ways) == 2
+    for fleet in fleets:
+        fleet.stream.synchronize()
+    assert driver.now - before == pytest.approx(4.0)
+    assert all(fleet.arrived(IN) for fleet in fleets)
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_threads_and_engines_share_helpers(seed: int) -> None:
     """Two engines of two devices, four threads on each, all by way of the same third device."""

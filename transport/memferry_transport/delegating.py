@@ -23,10 +23,9 @@ class DelegatingDriver(Driver):
         Closed with this one.
     """
 
-    name = "delegating"
-
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
+        self.__dict__["name"] = driver.name  # errors name the driver that is meant
         super().__init__()
         registrations(driver)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from memferry_allocator import DeviceLostError, Driver, DriverError, Stream
+from memferry_allocator.driver import require_stream
 
 from .delegating import DelegatingDriver
 from .health import Edge
@@ -62,8 +63,6 @@ class FaultyDriver(DelegatingDriver):
         Of those that befall a copy the first counts.
     """
 
-    name = "faulty"
-
     def __init__(self, driver: Driver, plan: Sequence[Fault] = ()) -> None:
         super().__init__(driver)
         self._plan: tuple[Fault, ...] = ()
@@ -78,7 +77,7 @@ class FaultyDriver(DelegatingDriver):
             self._plan, self._seen = plan, [0] * len(plan)
 
     def copy(self, dst: int, src: int, nbytes: int, *, stream: Stream) -> None:
-        fault = self._fault(dst, src, stream.device)
+        fault = self._fault(dst, src, require_stream(stream).device)
         self._require_present(stream.device)
         for device in (self.driver.device_of(ptr) for ptr in (dst, src)) if self._vanished else ():
             self._require_present(device)

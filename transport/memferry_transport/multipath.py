@@ -162,7 +162,7 @@ def hand_over(run: Run, error: DriverError, runs: Sequence[Run]) -> None:
     Raises
     ------
     DriverError
-        There is none left: the error of the way that failed first.
+        There is none left; the direct way's error says most, if it is one of them.
     """
     left = run.fail(error)
     heir = next((other for other in runs if other.error is None), None)

@@ -50,9 +50,9 @@ class Relays:
     def _verified(self, path: Path, helper: int, direction: Direction) -> bool:
         """Whether both hops carry bytes as they are; looked at once, and again after trouble."""
         device = self._device
-        stops = [helper, device] if direction is Direction.HOST_TO_DEVICE else [device, helper]
-        first, second = (None, stops[0]), (stops[1], None)
-        hops = (Edge(*first), Edge(*stops)) if stops[0] == helper else (Edge(*stops), Edge(*second))
+        inward = direction is Direction.HOST_TO_DEVICE
+        stops = [helper, device] if inward else [device, helper]
+        hops = Edge(*stops), Edge(None, helper) if inward else Edge(helper, None)
         if self._health.is_verified(*hops):
             return True
         if self._driver.capture_under_way():  # waiting for a device would break it
