@@ -193,15 +193,20 @@ def test_a_calibration_is_kept_used_again_and_renewed(
 ) -> None:
     monkeypatch.setattr(job, "open_driver", lambda kind, emulated: Real(emulated))
     command = ("bandwidth", "--size", "64KiB", "--samples", "1", "--copies", "1", "--case", "engine_direct")
-    assert "calibration" not in memferry(*command).out, "nothing asked for it"
-    assert "written to" in memferry(*command, "--recalibrate").out
+    assert "calibrated" not in memferry(*command).out, "nothing asked for it"
+    assert "this run only: --size" in memferry(*command, "--recalibrate").out
+    assert not (tmp_path / "cache").exists()
+    monkeypatch.setattr(job, "KEPT_FROM", 0)
+    assert "this run only: --devices" in memferry(*command, "--recalibrate", "--devices", "1").out
+    assert not (tmp_path / "cache").exists()
+    assert "and kept in" in memferry(*command, "--recalibrate").out
     (kept,) = (tmp_path / "cache" / "memferry" / "calibration").iterdir()
     content = read(kept)
     assert kept == calibration_path(content["machine"])
     content["date"] = "2001-01-01"
     kept.write_text(json.dumps(content))
     outcome = memferry(*command, "--explain")
-    assert "of 2001-01-01" in outcome.out
+    assert "calibrated 2001-01-01" in outcome.out
     assert "measured, 2001-01-01" in outcome.out
     assert memferry(*command, "--recalibrate").status == 0
     assert read(kept)["date"] > "2001-01-01"

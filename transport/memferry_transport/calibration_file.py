@@ -26,7 +26,7 @@ def calibration_path(machine: str) -> Path:
     """Where the calibration of a machine is kept: under ``$XDG_CACHE_HOME``, or ``~/.cache``."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache"
-    return folder / "memferry" / "calibration" / f"{_UNSAFE.sub('-', machine)}.json"
+    return folder / "memferry" / "calibration" / f"{_UNSAFE.sub('-', machine).strip('-')}.json"
 
 
 def save_calibration(calibration: Calibration, path: Path | None = None) -> Path:

@@ -31,6 +31,8 @@ from .export import to_csv, to_nvbandwidth
 from .options import BandwidthOptions
 from .show import result_line, show_result, summary_lines
 
+KEPT_FROM = 256 << 20  # bytes of the largest copy: ways that were measured with less are not worth keeping
+
 
 def run(options: BandwidthOptions) -> int:
     """Measure, show it, and keep the results.
@@ -100,16 +102,23 @@ class _Run:
         found = load_calibration(self.machine)
         if found is not None and self._covers(found):
             bench.use(found)
-            self.screen.rows([("calibration", f"of {found.date}, {calibration_path(self.machine)}")])
+            self.screen.rows([("calibrated", f"{found.date}, {calibration_path(self.machine)}")])
 
     def _covers(self, calibration: Calibration) -> bool:
         return set(self.devices) <= {path.device for path, _ in calibration.ways}
 
     def _calibrate(self, bench: Bench) -> Calibration:
         known = bench.calibration()
-        whole = set(self.devices) == set(range(self.driver.device_count))
-        if not self.emulated and whole:
-            self.screen.rows([("calibration", f"written to {save_calibration(known)}")])
+        if self.emulated:
+            return known
+        if set(self.devices) < set(range(self.driver.device_count)):
+            self.screen.rows([("calibrated", "for this run only: --devices leaves some out")])
+        elif self.settings.largest < KEPT_FROM:
+            self.screen.rows(
+                [("calibrated", f"for this run only: --size is less than {format_size(KEPT_FROM // 2)}")]
+            )
+        else:
+            self.screen.rows([("calibrated", f"and kept in {save_calibration(known)}")])
         return known
 
     # -- the cases ---------------------------------------------------------------------------------------
