@@ -70,6 +70,14 @@ def test_peers_are_measured_each_way_and_never_with_themselves(side: str) -> Non
         assert values(bench, f"device_to_device_bidirectional_memcpy_{side}_ce") == [[None, both], [both, None]]
 
 
+@pytest.mark.parametrize(
+    "name", ["all_to_one_write_ce", "all_to_one_read_ce", "one_to_all_write_ce", "one_to_all_read_ce"]
+)
+def test_a_device_with_all_its_peers_has_as_many_links(name: str) -> None:
+    with bench_of(emulated(3), devices=(0, 1, 2)) as bench:
+        assert values(bench, name) == [[pytest.approx(2 * gb_per_second(PEER), rel=1e-9)] * 3]
+
+
 @pytest.mark.parametrize(("name", "link"), [("host_to_device_by_size", H2D), ("device_to_host_by_size", D2H)])
 def test_by_size_goes_from_4_kib_to_twice_the_size(name: str, link: LinkModel) -> None:
     with bench_of(devices=(1,)) as bench:
@@ -171,6 +179,8 @@ SPOILT_EDGES = {
     "device_to_host_by_memory": Edge(0, None),
     "device_to_device_memcpy_read_ce": Edge(0, 1),
     "device_to_device_bidirectional_memcpy_write_ce": Edge(1, 0),
+    "all_to_one_write_ce": Edge(1, 0),
+    "one_to_all_write_ce": Edge(1, 0),
     "device_local_copy": Edge(0, 0),
 }
 

@@ -59,11 +59,11 @@ def host_copy(
     return Copy(Load(stream, lambda: bench.driver.copy(dst, src, size, stream=stream), times), size)
 
 
-def peer_copy(bench: Bench, source: int, target: int, side: Side) -> Copy:
-    """A copy from one device's memory to another's, or within one."""
+def peer_copy(bench: Bench, source: int, target: int, side: Side, *, into: str = "target") -> Copy:
+    """A copy from one device's memory to another's, or within one; `into` its buffer of that role."""
     options, buffers = bench.options, bench.buffers
     stream = buffers.stream(target if side is Side.READ else source, f"peer {source} {target}")
-    src, dst = buffers.device(source, "source"), buffers.device(target, "target")
+    src, dst = buffers.device(source, "source"), buffers.device(target, into)
     size = options.nbytes
     return Copy(Load(stream, lambda: bench.driver.copy(dst, src, size, stream=stream), options.copies), size)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from .bench import Bench
 from .catalogue import case
-from .copies import Side, peer_copy
+from .copies import GB, Side, peer_copy
 from .errors import NotRunError
 from .result import Matrix
 
@@ -85,6 +85,62 @@ def _both_read(bench: Bench) -> Matrix:
 )
 def _both_write(bench: Bench) -> Matrix:
     return _rates(bench, Side.WRITE, both_ways=True)
+
+
+def _total(bench: Bench, side: Side, *, inward: bool) -> Matrix:
+    """Each device in turn with all its peers at once: bytes of all, until the last has ended."""
+    matrix = Matrix.of("host", ["host"], "device", bench.devices)
+    buffers, nbytes, verify = bench.buffers, bench.options.nbytes, bench.options.verify
+    reached = list(peers(bench))
+    for device in bench.devices:
+        ways = [(peer, device) if inward else (device, peer) for one, peer in reached if one == device]
+        if not ways:
+            continue
+        copies = [peer_copy(bench, *way, side, into=f"target of {way[0]}") for way in ways]
+        for source, target in ways if verify else ():
+            buffers.clear_device(target, buffers.device(target, f"target of {source}"), nbytes)
+        samples = bench.seconds([copy.load for copy in copies])
+        for source, target in ways if verify else ():
+            buffers.check_device(target, buffers.device(target, f"target of {source}"), nbytes, of=source)
+        total = len(copies) * nbytes / GB
+        matrix.put("host", device, [total / max(at_once) for at_once in zip(*samples, strict=True)])
+    return matrix
+
+
+@case(
+    "all_to_one_write_ce",
+    "all peers copy to a device at once; the sum",
+    form="memcpy CE GPU(row) <- GPU(column) bandwidth (GB/s)",
+)
+def _all_write(bench: Bench) -> Matrix:
+    return _total(bench, Side.WRITE, inward=True)
+
+
+@case(
+    "all_to_one_read_ce",
+    "all peers copy from a device at once; the sum",
+    form="memcpy CE GPU(row) -> GPU(column) bandwidth (GB/s)",
+)
+def _all_read(bench: Bench) -> Matrix:
+    return _total(bench, Side.READ, inward=False)
+
+
+@case(
+    "one_to_all_write_ce",
+    "a device copies to all its peers at once; the sum",
+    form="memcpy CE GPU(row) -> GPU(column) bandwidth (GB/s)",
+)
+def _one_write(bench: Bench) -> Matrix:
+    return _total(bench, Side.WRITE, inward=False)
+
+
+@case(
+    "one_to_all_read_ce",
+    "a device copies from all its peers at once; the sum",
+    form="memcpy CE GPU(row) <- GPU(column) bandwidth (GB/s)",
+)
+def _one_read(bench: Bench) -> Matrix:
+    return _total(bench, Side.READ, inward=True)
 
 
 @case(
