@@ -64,6 +64,7 @@ def test_all_ways_take_part_and_a_kernel_sees_the_bytes(direction: Direction) ->
     assert transfer.status is TransferStatus.DONE
     assert sum(way.nbytes for way in transfer.ways) == 3000
     assert len(transfer.ways) == 3
+    assert transfer.pieces == sum(way.slices * (1 if way.path.direct else 2) for way in transfer.ways)
     assert all(way.nbytes >= 300 for way in transfer.ways)
     assert transfer.explain().splitlines()[0] == f"3000 bytes {direction.value} from a queue: done"
     assert fleet.engine.bytes_moved[direction] == 3000

@@ -75,6 +75,11 @@ class QueuedTransfer(Transfer):
         return self._job.event
 
     @property
+    def pieces(self) -> int:
+        """Driver copies it has taken; 0 until it is terminal."""
+        return sum(share.copies for share in self._job.shares)
+
+    @property
     def ways(self) -> tuple[PathShare, ...]:
         return self._job.shares
 

@@ -35,12 +35,9 @@ class Transfer:
         None: from device to device.
     nbytes : int
         Bytes of all regions together.
-    pieces : int
-        Driver copies it took: regions are cut where registrations end, and into slices, of two copies each, where
-        they go over a helper.
     """
 
-    __slots__ = ("_event", "_over", "_ways", "direction", "nbytes", "pieces")
+    __slots__ = ("_event", "_over", "_pieces", "_ways", "direction", "nbytes")
 
     def __init__(
         self,
@@ -54,7 +51,7 @@ class Transfer:
     ) -> None:
         self.direction = direction
         self.nbytes = nbytes
-        self.pieces = pieces
+        self._pieces = pieces
         self._event = event
         self._ways = ways
         self._over = over
@@ -64,6 +61,14 @@ class Transfer:
         """Recorded behind the last piece: the destination may be read, and reused, from then on."""
         assert self._event is not None
         return self._event
+
+    @property
+    def pieces(self) -> int:
+        """Driver copies it took.
+
+        Regions are cut where registrations end, and into slices, of two copies each, where they go over a helper.
+        """
+        return self._pieces
 
     @property
     def ways(self) -> tuple[PathShare, ...]:
