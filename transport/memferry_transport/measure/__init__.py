@@ -1,7 +1,7 @@
 """Measuring links and ways: nvbandwidth's method and cases, and ours, on any driver."""
 
 # The cases enter themselves in the catalogue, in this order.
-from . import host_cases, peer_cases, memory_cases, kernel_cases, engine_cases  # noqa: I001
+from . import host_cases, peer_cases, memory_cases, kernel_cases, engine_cases  # noqa: F401, I001
 from .bench import Bench, Load
 from .calibrate import NEVER, calibrate, calibrate_on, measure_way
 from .catalogue import CASES, Case, find_case, leave_out, run_case
@@ -23,14 +23,9 @@ __all__ = [
     "NotRunError",
     "calibrate",
     "calibrate_on",
-    "engine_cases",
     "find_case",
     "has_virtual_clock",
-    "host_cases",
-    "kernel_cases",
     "leave_out",
     "measure_way",
-    "memory_cases",
-    "peer_cases",
     "run_case",
 ]
