@@ -57,6 +57,19 @@ class Crying(EmulatedDriver):
         super().copy(dst, src, nbytes, stream=stream)
 
 
+class Losing(EmulatedDriver):
+    """Loses device 1 once some more copies were submitted, on whatever device."""
+
+    after = 0
+
+    def copy(self, dst: int, src: int, nbytes: int, *, stream: Stream) -> None:
+        super().copy(dst, src, nbytes, stream=stream)
+        if self.after:
+            self.after -= 1
+            if not self.after:
+                self.lose(1)
+
+
 class Clock:
     """Seconds that pass when told to."""
 

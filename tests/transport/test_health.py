@@ -31,7 +31,7 @@ from memferry_transport import (
 from memferry_transport.health import Health
 
 from ..allocator.machine import address, pattern, refused
-from .fleet import IN, OUT, Clock, Crying, Fleet, slow_links
+from .fleet import IN, OUT, Clock, Crying, Fleet, Losing, slow_links
 
 VIA = Path(0, 1)
 
@@ -169,6 +169,28 @@ def test_a_helper_that_is_said_to_be_lost_and_writes_on(direction: Direction, mo
     assert driver.left == 0
     assert fleet.arrived(direction)
     fleet.close()
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("after", [1, 2, 5, 24, 25, 26, 27])
+def test_a_helper_lost_between_two_calls(direction: Direction, after: int) -> None:
+    """Seen as long as the call has not returned, even after the last slice: 27 copies make a transfer."""
+    driver = Losing(EmulatedOptions(device_count=3, eagerness=0.0))
+    fleet = Fleet(driver, 2000, adaptive=False)
+    first = fleet.engine.copy(*fleet.ends(direction), direction, stream=fleet.stream)
+    first.synchronize()
+    assert first.pieces == 27
+    fleet.home[:] = pattern(2000)
+    fleet.machine.write(fleet.ptr, pattern(2000, 1))
+    driver.synchronize(0)
+    driver.after = after
+    fleet.engine.copy(*fleet.ends(direction), direction, stream=fleet.stream)
+    with driver.launch(fleet.stream, reads=[fleet.device], writes=[fleet.device]):
+        pass
+    fleet.stream.synchronize()
+    assert fleet.arrived(direction)
+    assert str(fleet.engine.health().paths[1]).startswith("via device 1: lost")
+    fleet.engine.close()
 
 
 @pytest.mark.parametrize("direction", Direction)

@@ -26,7 +26,7 @@ from memferry_transport.quotas import worth_pulling
 
 from ..allocator.machine import Machine, address, pattern, refused
 from ..threads import in_threads
-from .fleet import IN, OUT, Crying, Fleet, calibrated, slow_links
+from .fleet import IN, OUT, Crying, Fleet, Losing, calibrated, slow_links
 
 EVEN = LinearCost(0.0, 100.0)
 
@@ -279,24 +279,13 @@ def test_a_helper_that_fails(direction: Direction, kind: FaultKind, first: int) 
 def test_a_helper_lost_under_way_is_made_good(after: int) -> None:
     """Unlike with quotas: the engine's thread sees it, and sends the helper's slices another way."""
 
-    class Losing(EmulatedDriver):
-        copies = -1
-
-        def copy(self, dst: int, src: int, nbytes: int, *, stream: Stream) -> None:
-            super().copy(dst, src, nbytes, stream=stream)
-            if self.copies >= 0:
-                self.copies += 1
-                if self.copies == after:
-                    self.copies = -1
-                    self.lose(1)
-
     driver = Losing(EmulatedOptions(device_count=3, eagerness=0.0))
     fleet = queued(driver)
     fleet.engine.copy(*fleet.ends(OUT), OUT, stream=fleet.stream).synchronize()
     fleet.home[:] = pattern(3000)
-    driver.copies = 0
     fleet.machine.write(fleet.ptr, pattern(3000, 2))
     driver.synchronize(0)
+    driver.after = after
     fleet.engine.copy(*fleet.ends(IN), IN, stream=fleet.stream).synchronize()
     assert fleet.arrived(IN)
     fleet.engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
 from memferry_allocator import DeviceLostError, Direction, Driver, DriverError, Event, Stream
@@ -135,6 +136,17 @@ class MultiPath:
                 except DriverError as error:
                     hand_over(run, error, runs)
             waiting = [run for run in runs if run.todo]
+            if not waiting:
+                waiting = self._lost_meanwhile(runs)
+
+    def _lost_meanwhile(self, runs: list[Run]) -> list[Run]:
+        """Hand over what was submitted to devices that are lost by now; those that have something to do again."""
+        for run in runs:
+            try:
+                run.end()
+            except DriverError as error:
+                hand_over(run, error, runs)
+        return [run for run in runs if run.todo]
 
     def blame(self, runs: Iterable[Run]) -> None:
         """Count the errors of ways whose bytes went another way: so it was not the bytes' fault."""
@@ -173,7 +185,8 @@ def hand_over(run: Run, error: DriverError, runs: Sequence[Run]) -> None:
 
 
 def join(stream: Stream, runs: Iterable[Run]) -> None:
-    """Order what `stream` gets from now on behind everything that was submitted."""
+    """Order what `stream` gets from now on behind everything that was submitted, to whatever is not lost."""
     for run in runs:
-        for event in run.end():
-            stream.wait(event)
+        with contextlib.suppress(DeviceLostError):
+            for event in run.end():
+                stream.wait(event)

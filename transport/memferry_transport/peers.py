@@ -51,7 +51,8 @@ class Peers:
             if dst.nbytes:
                 hands.setdefault(self._edge(dst, src), []).append(Piece(dst.ptr, src.ptr, dst.nbytes))
         require_apart(regions)
-        begin, runs = stream.record(), list[Run]()
+        begin = stream.record()
+        runs: list[Run] = []
         try:
             for edge, pieces in hands.items():
                 with self._driver.beside_captures():

@@ -147,6 +147,13 @@ class Run:
             self._ended = tuple(events)
         return self._ended
 
+    def note_loss(self) -> None:
+        """Count a device that is lost by now as an error of the way; what it has carried, it has carried."""
+        try:
+            self.end()
+        except DeviceLostError as error:
+            self.error = error
+
     def share(self) -> PathShare:
         return PathShare(
             self.path,

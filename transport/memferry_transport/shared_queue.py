@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from memferry_allocator import Direction, DriverError, Event, Stream
 
 from .job import Job
+from .multipath import join
 from .runs import Run
 
 PAUSE_S = 20e-6  # between looks at the ways; a slice takes a hundred microseconds and more
@@ -135,8 +136,8 @@ class SharedQueue:
         with self._lock:
             try:
                 for run in job.runs:
-                    for event in run.end():
-                        self._lane.wait(event)
+                    run.note_loss()
+                join(self._lane, job.runs)
                 job.shares = tuple(share for run in job.runs if (share := run.share()).nbytes)
                 job.event = self._lane.record()
                 self._ended(job)
