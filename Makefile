@@ -5,7 +5,8 @@ RUN := $(VENV)/bin/
 READY := $(VENV)/.ready
 TESTS ?= tests
 
-.PHONY: demo test test-all test-gpu lint bench bench-allocator bench-interop bench-optimizer bench-pipeline clean
+.PHONY: demo test test-all test-gpu lint bench bench-allocator bench-interop bench-optimizer bench-pipeline bench-bandwidth \
+  clean
 
 demo: $(READY)  ## the main job: train a small language model through a third of its weights' memory
 	$(RUN)memferry train --preset tiny --steps 12 --verify
@@ -41,6 +42,10 @@ bench-optimizer:  ## the update, alone and in whole iterations; about 10 minutes
 
 bench-pipeline:
 	$(RUN)python -m benchmarks.pipeline
+	$(RUN)python -m benchmarks.tables
+
+bench-bandwidth:  ## two CUDA devices or more, for all of it
+	$(RUN)memferry bandwidth --all --recalibrate --json benchmarks/results/bandwidth-2xh200.json
 	$(RUN)python -m benchmarks.tables
 
 NATIVE := $(wildcard memferry_rt/native/*.[ch] memferry_rt/native/build.py allocator/memferry_allocator/native/*.[ch] \

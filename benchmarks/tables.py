@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-PAGES = ("docs/allocator.md", "docs/interop.md", "docs/performance.md")
+PAGES = ("docs/allocator.md", "docs/interop.md", "docs/performance.md", "docs/bandwidth.md")
 
 Rows = list[tuple[str, ...]]
 
@@ -28,13 +28,16 @@ class Table:
     Attributes
     ----------
     result : str
-        Name of the file in ``benchmarks/results``, and of the make target ``bench-RESULT`` that writes it.
+        Name of the file in ``benchmarks/results``.
     rows : callable
         Rows of a summary, the head first; none where the summary lacks what they are made of.
+    target : str
+        The make target that writes the file; by default ``bench-RESULT``.
     """
 
     result: str
     rows: Callable[[dict[str, Any]], Rows]
+    target: str = ""
 
 
 def allocator(summary: dict[str, Any]) -> Rows:
@@ -195,6 +198,24 @@ def peers(summary: dict[str, Any]) -> Rows:
     )
 
 
+def bandwidth(summary: dict[str, Any]) -> Rows:
+    def by_size(direction: str) -> tuple[str, ...]:
+        ratios = summary[f"multipath_{direction}_ratio"]
+        return tuple(f"{int(size) >> 20} MiB: {ratio:.2f}" for size, ratio in ratios.items() if ratio is not None)
+
+    pays = summary["break_even_bytes"]
+    return [
+        ("", "host to device", "device to host"),
+        ("engine over a direct copy", *(", ".join(by_size(direction)) for direction in ("h2d", "d2h"))),
+        ("several ways pay from", *(_number(_mib(pays[direction]), "{:.1f} MiB") for direction in ("h2d", "d2h"))),
+        ("both devices pulling: engines over direct copies", _number(summary["both_pulling_ratio"], "{:.2f}"), ""),
+        ("engine without helpers over the driver's copy", _number(summary["direct_over_plain"], "{:.3f}"), ""),
+        ("engine's part of submitting a small copy", _number(summary["submission_overhead_us"], "{:.1f} µs"), ""),
+        ("share of one core during transfers over several ways", _number(summary["cpu_share"], "{:.1%}"), ""),
+        ("predicted within 10%", _number(summary["predicted_within_10_percent"], "{:.0%}"), ""),
+    ]
+
+
 TABLES = {
     "allocator": Table("allocator", allocator),
     "interop": Table("interop", interop),
@@ -203,6 +224,7 @@ TABLES = {
     "together": Table("optimizer", together),
     "pipeline": Table("pipeline", pipeline),
     "peers": Table("pipeline", peers),
+    "bandwidth": Table("bandwidth-2xh200", bandwidth, "bench-bandwidth"),
 }
 
 
@@ -212,7 +234,7 @@ def render(name: str) -> str:
     path = RESULTS / f"{table.result}.json"
     rows = table.rows(json.loads(path.read_text())["summary"]) if path.exists() else []
     if not rows:
-        return f"Not measured yet: `make bench-{table.result}` writes this table.\n"
+        return f"Not measured yet: `make {table.target or f'bench-{table.result}'}` writes this table.\n"
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|---" * len(rows[0]) + "|")
     return "\n".join(lines) + "\n"
@@ -231,6 +253,10 @@ def _under(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Rows:
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB"
+
+
+def _mib(nbytes: int | None) -> float | None:
+    return None if nbytes is None else nbytes / 2**20
 
 
 def _number(value: float | None, form: str) -> str:

@@ -546,6 +546,19 @@ class DriverContract:
         stream.record(events[0])
         assert events[0].sequence > numbers[-1]
 
+    # -- where memory lies ----------------------------------------------------------------------------
+    def test_allocations_are_found_on_their_device(self, machine: Machine) -> None:
+        driver = machine.driver
+        for device in range(driver.device_count):
+            ptr = machine.device(5000, device)
+            assert [driver.device_of(ptr), driver.device_of(ptr + 4999)] == [device] * 2
+
+    def test_host_memory_is_on_no_device(self, machine: Machine) -> None:
+        driver, pinned, pageable = machine.driver, machine.pinned(5000), pages(5000)
+        assert [driver.device_of(address(data)) for data in (pinned, pageable)] == [None] * 2
+        assert driver.device_of(machine.mapped(pinned)) is None
+        assert driver.device_of(12345) is None
+
     # -- peers ----------------------------------------------------------------------------------------
     def test_a_device_is_not_its_own_peer(self, driver: Driver) -> None:
         assert not driver.can_access_peer(0, 0)

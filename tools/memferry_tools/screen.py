@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 Row = tuple[str, str]
 
 _LABEL = 11
+_WIDEST = 400  # columns of a table that goes to a file
 _LINES = 24  # of a progress that a terminal keeps; elsewhere every step is a line
 
 
@@ -26,7 +29,9 @@ class Screen:
 
     def __init__(self) -> None:
         self._terminal = sys.stdout.isatty()
-        self._console = _Console(force_terminal=self._terminal, highlight=False)
+        self._console = _Console(
+            force_terminal=self._terminal, highlight=False, width=None if self._terminal else _WIDEST
+        )
 
     def title(self, text: str) -> None:
         self._print(Text(text, style="bold"))
@@ -35,6 +40,20 @@ class Screen:
         """Labels and what there is to say of them, one line each."""
         for label, value in rows:
             self._print(Text.assemble((f"  {label:<{_LABEL}}", "cyan"), value))
+
+    def lines(self, text: str) -> None:
+        """Text that has its lines already."""
+        for line in text.splitlines():
+            self._print(Text(f"  {line}"))
+
+    def table(self, head: Sequence[str], lines: Sequence[Sequence[str]], *, words: int = 1) -> None:
+        """A table; the first columns, as many as hold `words`, to the left, the others to the right."""
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
+        for number, name in enumerate(head):
+            table.add_column(Text(name), justify="left" if number < words else "right", no_wrap=not self._terminal)
+        for line in lines:
+            table.add_row(*(Text(cell) for cell in line))
+        self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[str, str], None]]:

@@ -1,7 +1,42 @@
 """MemFerry's transport: bytes between hosts and devices, on the fastest way the machine has."""
 
+from .calibration import Calibration, Measured
+from .cost import LinearCost
 from .engine import TransferEngine
-from .errors import InvalidTransferError, TransportError
-from .transfer import Transfer
+from .errors import (
+    CalibrationError,
+    InvalidTransferError,
+    TopologyError,
+    TransferCancelledError,
+    TransferFailedError,
+    TransportError,
+)
+from .faulty import Fault, FaultKind, FaultyDriver
+from .health import Edge, HealthReport
+from .options import TransferOptions
+from .paths import Path
+from .runs import PathShare
+from .transfer import Transfer, TransferStatus
 
-__all__ = ["InvalidTransferError", "Transfer", "TransferEngine", "TransportError"]
+__all__ = [
+    "Calibration",
+    "CalibrationError",
+    "Edge",
+    "Fault",
+    "FaultKind",
+    "FaultyDriver",
+    "HealthReport",
+    "InvalidTransferError",
+    "LinearCost",
+    "Measured",
+    "Path",
+    "PathShare",
+    "TopologyError",
+    "Transfer",
+    "TransferCancelledError",
+    "TransferEngine",
+    "TransferFailedError",
+    "TransferOptions",
+    "TransferStatus",
+    "TransportError",
+]

@@ -1,111 +1,239 @@
-"""The transfer engine: copies between host and device, off the compute stream, in its order."""
+"""The transfer engine: copies between host and devices, off the compute stream, in its order."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from memferry_allocator import Direction, Driver, Span, Stream, registrations
 from memferry_allocator.driver import require_stream
 
+from . import book
+from .calibration import Calibration
 from .errors import InvalidTransferError
+from .health import Health, HealthReport
+from .job import Job, QueuedTransfer
+from .multipath import MultiPath
+from .options import TransferOptions
+from .peers import Peers
+from .pieces import Piece, host_pieces, inferred
+from .planner import Planner
+from .relays import Relays
+from .runs import Run
+from .shared_queue import SharedQueue
 from .transfer import Transfer
+
+IN, OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
+
+
+@dataclass(eq=False)
+class Lane:
+    """What an engine has for each direction: its own stream, and the queue of those who share in it."""
+
+    direction: Direction
+    stream: Stream
+    threshold: float
+    queue: SharedQueue
+    moved: int = 0
 
 
 class TransferEngine:
-    """Moves bytes between host memory and one device, each direction on a stream of its own.
+    """Moves bytes between host memory and one device, each direction on a stream of its own, and between devices.
 
     A transfer asked for on a consumer's stream starts after what that stream already holds, and what the
     stream gets later starts after the transfer; beside it, the stream's kernels and the other direction's
-    copies go on.  A `memferry_allocator.Copier`.  Thread-safe.
+    copies go on.  Long transfers go over the links of other devices too, if a calibration says that this is
+    faster.  A `memferry_allocator.Copier`.  Thread-safe.
 
     Parameters
     ----------
     driver : Driver
     device : int
+    options : TransferOptions, optional
+    calibration : Calibration, optional
+        What the ways of this machine cost.  Without it, and without helpers named in the options, every transfer
+        is a plain copy.
+    clock : callable
+        Seconds; for how long a failing way is left alone.
     """
 
-    def __init__(self, driver: Driver, device: int) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        device: int,
+        *,
+        options: TransferOptions | None = None,
+        calibration: Calibration | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.driver = driver
         self.device = device
-        self._inward, self._outward = driver.create_stream(device), driver.create_stream(device)
-        self._registered = registrations(driver)
-        self._moved = dict.fromkeys(Direction, 0)
+        self.options = options or TransferOptions()
+        self._health = Health(clock)
+        self._planner = Planner(driver, device, self.options, calibration, self._health)
+        self._require_helpers()
+        size, buffers = self._planner.slice_bytes, self.options.staging_buffers
+        self._relays = Relays(driver, device, buffers=buffers, slice_bytes=size, health=self._health)
+        self._peers = Peers(driver, device, buffers=buffers, slice_bytes=size, health=self._health)
         self._lock = threading.Lock()
+        self._inward, self._outward = self._lane_of(IN), self._lane_of(OUT)
+        self._multi_path = MultiPath(
+            driver, self._planner, self._relays, self._health, self.lane, timed=self.options.adaptive
+        )
+        self._registered = registrations(driver)
+        self._between = 0
+        self._queued = self.options.mode == "queue"
+        book.enter(driver, self)
+
+    def _require_helpers(self) -> None:
+        for direction in Direction:
+            for path in self._planner.paths(direction)[1:]:
+                if path.helper == self.device or not 0 <= (path.helper or 0) < self.driver.device_count:
+                    raise InvalidTransferError(
+                        f"helpers: device {path.helper} is no other device of the {self.driver.device_count} here "
+                        f"than {self.device}; name those whose links are to be used"
+                    )
 
     def lane(self, direction: Direction) -> Stream:
         """The stream that carries a direction; a transfer asked for on it needs no events around it."""
-        return self._inward if direction is Direction.HOST_TO_DEVICE else self._outward
+        return (self._inward if direction is IN else self._outward).stream
 
     @property
     def bytes_moved(self) -> dict[Direction, int]:
         """Bytes submitted so far, by direction."""
-        return dict(self._moved)
+        return {lane.direction: lane.moved for lane in (self._inward, self._outward)}
 
-    def copy(self, dst: Span, src: Span, direction: Direction, *, stream: Stream) -> Transfer:
+    @property
+    def bytes_between_devices(self) -> int:
+        """Bytes submitted so far from device to device."""
+        return self._between
+
+    def health(self) -> HealthReport:
+        """What is known of each way; `str` of it is meant to be read."""
+        paths = dict.fromkeys(path for direction in Direction for path in self._planner.paths(direction))
+        return self._health.report(list(paths))
+
+    def copy(self, dst: Span, src: Span, direction: Direction | None = None, *, stream: Stream) -> Transfer:
         """Copy one region.
 
         Parameters
         ----------
         dst, src : Span
-            Of equal size; the host side's pages must be registered.
-        direction : Direction
+            Of equal size; a host side's pages must be registered.
+        direction : Direction, optional
+            None: as the addresses say, which may be from device to device.
         stream : Stream
             Whose order the transfer joins.
 
         Raises
         ------
         InvalidTransferError
-            Sizes differ, or host pages are not registered; nothing was copied.
+            Sizes differ, host pages are not registered, or source and destination overlap; nothing was copied.
         DriverError, RaceError
-            The driver refused a piece.  Pieces before it may be under way; what `stream` gets later comes
-            after them, so that both ranges may be used again in its order.
+            The driver refused a piece, on every way there is.  Pieces before it may be under way; what `stream`
+            gets later comes after them, so that both ranges may be used again in its order.
         """
         return self.copy_regions([(dst, src)], direction, stream=stream)
 
     def copy_regions(
-        self, regions: Sequence[tuple[Span, Span]], direction: Direction, *, stream: Stream
+        self, regions: Sequence[tuple[Span, Span]], direction: Direction | None = None, *, stream: Stream
     ) -> Transfer:
         """Copy many ``(dst, src)`` regions as one transfer.  Parameters and errors as for `copy`."""
+        transfer = self.start(regions, direction, stream=stream)
+        if self._queued:
+            transfer.wait(stream)
+        return transfer
+
+    def start(
+        self, regions: Sequence[tuple[Span, Span]], direction: Direction | None = None, *, stream: Stream
+    ) -> Transfer:
+        """Start a transfer after what `stream` holds, without a promise about what it gets later.
+
+        That comes after the transfer only once `Transfer.wait` was called for it.  In the mode ``"queue"`` the
+        call returns at once where `copy_regions` waits, and the transfer can be cancelled meanwhile.
+        Parameters and errors as for `copy_regions`.
+        """
         require_stream(stream, self.device)
-        if not isinstance(direction, Direction):
+        if direction is None:
+            direction = inferred(self.driver, self._registered, regions)
+            if direction is None:
+                return self._copy_between(regions, stream)
+        elif not isinstance(direction, Direction):
             raise InvalidTransferError(f"copy: {direction!r} is not a Direction")
-        pieces = [piece for dst, src in regions for piece in self._pieces(dst, src, direction)]
-        lane = self.lane(direction)
-        nbytes = sum(size for _, _, size in pieces)
+        lane = self._inward if direction is IN else self._outward
+        pieces, nbytes = [], 0
+        for dst, src in regions:
+            pieces += host_pieces(self._registered, dst, src, direction)
+            nbytes += dst.nbytes
         with self._lock:
-            if stream is not lane:
-                lane.wait(stream.record())
-            try:
-                for to, of, size in pieces:
-                    self.driver.copy(to, of, size, stream=lane)
-            finally:
-                event = lane.record()
-                if stream is not lane:
-                    stream.wait(event)
-            self._moved[direction] += nbytes
-        return Transfer(direction, nbytes, len(pieces), event)
+            if nbytes >= lane.threshold:
+                transfer = self._copy_over_several(pieces, nbytes, lane, stream)
+                if transfer is not None:
+                    return transfer
+            return self._copy_directly(pieces, nbytes, lane, stream)
+
+    def _copy_over_several(
+        self, pieces: Sequence[Piece], nbytes: int, lane: Lane, stream: Stream
+    ) -> Transfer | None:
+        """Submit a transfer to several ways, or line it up for them; None if one is to do it."""
+        ways = self._multi_path
+        if not ways.suits(pieces, nbytes, lane.direction, self.device, stream):
+            return None
+        if self._queued:
+            job = ways.job(pieces, nbytes, lane.direction, stream)
+            if job is None:
+                return None
+            lane.queue.put(job, lane.direction)
+            return QueuedTransfer(job)
+        transfer = ways.carry(pieces, nbytes, lane.direction, stream)
+        if transfer is not None:
+            lane.moved += nbytes
+        return transfer
+
+    def _copy_directly(self, pieces: Sequence[Piece], nbytes: int, lane: Lane, stream: Stream) -> Transfer:
+        carrier = lane.stream
+        if stream is not carrier:
+            carrier.wait(stream.record())
+        try:
+            for to, of, size in pieces:
+                self.driver.copy(to, of, size, stream=carrier)
+        finally:
+            event = carrier.record()
+            if stream is not carrier:
+                stream.wait(event)
+        lane.moved += nbytes
+        return Transfer(lane.direction, nbytes, len(pieces), event)
+
+    def _lane_of(self, direction: Direction) -> Lane:
+        def may_pull(job: Job, run: Run, own: int, direct: int) -> bool:
+            alone = not any(other.path.direct and other.error is None for other in job.runs)
+            return alone or self._planner.may_pull(direction, run.path, job.left, own, direct)
+
+        def ended(job: Job) -> None:
+            if job.error is None:
+                self._multi_path.blame(job.runs)
+                lane.moved += sum(share.nbytes for share in job.shares)
+
+        stream = self.driver.create_stream(self.device)
+        outstanding = self.options.outstanding
+        queue = SharedQueue(self._lock, stream, outstanding=outstanding, may_pull=may_pull, ended=ended)
+        lane = Lane(direction, stream, self._planner.threshold(direction), queue)
+        return lane
+
+    def _copy_between(self, regions: Sequence[tuple[Span, Span]], stream: Stream) -> Transfer:
+        with self._lock:
+            transfer = self._peers.copy(regions, stream)
+            self._between += transfer.nbytes
+        return transfer
 
     def close(self) -> None:
-        """Wait for the transfers under way and give the streams back; a second call does nothing."""
-        self._inward.close()
-        self._outward.close()
-
-    def _pieces(self, dst: Span, src: Span, direction: Direction) -> list[tuple[int, int, int]]:
-        """A region as driver copies: none may cross the edge of a registration."""
-        if dst.nbytes != src.nbytes or dst.nbytes < 0:
-            raise InvalidTransferError(
-                f"{direction.value} copy: source has {src.nbytes} bytes and destination {dst.nbytes}; "
-                "give two ranges of one size"
-            )
-        host = src if direction is Direction.HOST_TO_DEVICE else dst
-        known = self._registered
-        if not known.covers(host.ptr, host.nbytes):
-            raise InvalidTransferError(
-                f"{direction.value} copy: the {host.nbytes} host bytes at {host.ptr:#x} are not all registered; "
-                "take them from a HostArena, or register them with registrations(driver).register"
-            )
-        return [
-            (dst.ptr + piece.ptr - host.ptr, src.ptr + piece.ptr - host.ptr, piece.nbytes)
-            for piece in known.split(host.ptr, host.nbytes)
-        ]
+        """Wait for the transfers under way and give streams and staging back; a second call does nothing."""
+        book.leave(self.driver, self)
+        for lane in (self._inward, self._outward):
+            lane.queue.close()
+            lane.stream.close()
+        with self._lock:
+            self._peers.close()
+            self._relays.close()

@@ -6,7 +6,7 @@ import re
 
 from ..errors import DriverError, DriverNotFoundError, InvalidRequestError
 from .api import Driver
-from .emulated import EmulatedDriver, EmulatedOptions, LinkModel
+from .emulated import EmulatedDriver, EmulatedOptions, LinkModel, Route, Wiring
 from .handles import Bracket, Event, Stream, require_stream
 from .types import CaptureMode, DeviceInfo, MemoryInfo, PageKind, PageLocation, Span
 
@@ -22,8 +22,10 @@ __all__ = [
     "MemoryInfo",
     "PageKind",
     "PageLocation",
+    "Route",
     "Span",
     "Stream",
+    "Wiring",
     "open_device",
     "open_driver",
     "require_stream",

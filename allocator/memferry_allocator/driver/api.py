@@ -135,6 +135,14 @@ class Driver(ABC):
         `launch`.
         """
 
+    def device_of(self, ptr: int) -> int | None:
+        """The device on which the allocation at `ptr` lies, if its peers reach it once that is enabled.
+
+        None for host memory, driver pools and mapped pages, whose reach is their own matter, and for the unknown.
+        What others in this process allocated is found as well.
+        """
+        raise self._unsupported("finding an allocation's device")
+
     # -- order --------------------------------------------------------------------------------------
     @abstractmethod
     def create_stream(self, device: int, *, priority: int = 0) -> Stream:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
 from ..errors import ToolError
 from ..version import version
-from . import train
+from . import bandwidth, topo, train
 
-COMMANDS = {"train": train.command}
+COMMANDS: dict[str, Callable[..., int]] = {
+    "bandwidth": bandwidth.command,
+    "topo": topo.command,
+    "train": train.command,
+}
 
 
 def invoke(arguments: list[str]) -> int:

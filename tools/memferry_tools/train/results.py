@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +10,7 @@ import torch
 
 from memferry_rt import Report
 
-from ..errors import ToolError
+from .. import files
 from ..machine import describe_machine
 from ..version import version
 from .device import Target
@@ -29,23 +25,8 @@ SCHEMA_VERSION = 1
 
 
 def check_writable(path: Path | None) -> None:
-    """Find out whether a result can be written, before time is spent on it.
-
-    Raises
-    ------
-    ToolError
-        It cannot.
-    """
-    if path is None:
-        return
-    if path.is_dir():
-        raise ToolError(f"--json: {path} is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise ToolError(f"--json: there is no folder {path.parent}; make it first")
-    try:
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise ToolError(f"--json: {path.parent} cannot be written to: {error.strerror}") from None
+    """Find out whether a result can be written, before time is spent on it."""
+    files.check_writable(path, "--json")
 
 
 def results(
@@ -117,26 +98,5 @@ def _device_iteration(report: Report) -> dict[str, float]:
 
 
 def write_results(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON whole or not at all.
-
-    Raises
-    ------
-    ToolError
-        It could not be written; what was there before still is.
-    """
-    text = json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ToolError(f"--json: {path} could not be written: {error.strerror}") from None
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Write JSON whole or not at all."""
+    files.write_json(path, content, "--json")

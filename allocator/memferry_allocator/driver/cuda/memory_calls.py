@@ -13,7 +13,7 @@ from .core import CudaCore
 from .errors import OUT_OF_MEMORY, SUCCESS, require_size
 
 _ATTRIBUTE = cu.CUpointer_attribute
-_HOST = int(cu.CUmemorytype.CU_MEMORYTYPE_HOST)
+_HOST, _DEVICE = (int(kind) for kind in (cu.CUmemorytype.CU_MEMORYTYPE_HOST, cu.CUmemorytype.CU_MEMORYTYPE_DEVICE))
 _PORTABLE_MAPPED, _READ_ONLY = 1 | 2, 8
 _LARGEST = 1 << 60  # beyond, the driver's own size arithmetic comes near its end
 _NO_MEMORY = (cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
@@ -79,6 +79,21 @@ class MemoryCalls(CudaCore):
                 )
             )
             return Span(start, nbytes)
+
+    def device_of(self, ptr: int) -> int | None:
+        if self._addresses is not None:
+            with self._lock:
+                if self._addresses.find(ptr, 1) is not None:
+                    return None
+        with self._on_any():
+            kind = cu.cuPointerGetAttribute(_ATTRIBUTE.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, ptr)
+            if int(kind[0]) != SUCCESS or int(kind[1]) != _DEVICE:
+                return None
+            pool = cu.cuPointerGetAttribute(_ATTRIBUTE.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, ptr)
+            if int(pool[0]) == SUCCESS and int(pool[1]):
+                return None
+            result = cu.cuPointerGetAttribute(_ATTRIBUTE.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, ptr)
+            return int(self._check(self._some(), "device_of", result))
 
     def host_device_pointer(self, address: int, device: int) -> int:
         with self._on(device):

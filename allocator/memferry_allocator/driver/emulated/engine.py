@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from ..types import Span
-from .clock import Link, Links, VirtualClock
+from .clock import Carrier, Links, VirtualClock
 from .options import EmulatedOptions
 from .order import Access, AccessLog, Clock, OpenAccess, join
 from .state import HostThreads, StreamState, Touch
@@ -42,7 +42,7 @@ class Engine:
         touches: Sequence[Touch],
         *,
         after: tuple[Work, ...] = (),
-        link: Link | None = None,
+        link: Carrier | None = None,
         nbytes: int = 0,
         label: str = "",
     ) -> Work:

@@ -66,6 +66,15 @@ class MemoryCalls(EmulatedCore):
                 )
             return address + MAPPED_OFFSET
 
+    def device_of(self, ptr: int) -> int | None:
+        ptr = integer("device_of", ptr)
+        with self._lock:
+            self._alive()
+            for device, memory in enumerate(self._memory.devices):
+                if memory.real(ptr, 1) is not None:
+                    return device
+            return None
+
     def host_bytes(self, ptr: int, nbytes: int) -> memoryview | None:
         ptr, nbytes = integers("host_bytes", ptr, nbytes)
         with self._lock:

@@ -73,7 +73,7 @@ class WorkCalls(EmulatedCore):
 
     # -- peers --------------------------------------------------------------------------------------
     def can_access_peer(self, device: int, peer: int) -> bool:
-        return self._device(device) != self._device(peer)
+        return self._engine.links.connected(self._device(device), self._device(peer))
 
     def enable_peer_access(self, device: int, peer: int) -> None:
         with self._lock:

@@ -1,0 +1,1 @@
+"""What ``memferry bandwidth`` does."""

@@ -1,0 +1,99 @@
+"""Shares that follow what the ways were seen to take."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from memferry_allocator import Direction
+
+from .paths import Path
+from .runs import PathShare
+
+TOLERANCE = 0.05
+MOST_SHIFTED = 0.25  # of a transfer's slices
+REMEMBERED = 8
+ENOUGH = 4  # slices that a way must carry before its rate says anything
+
+
+class Situation(NamedTuple):
+    """Transfers that are alike: the same ways, and sizes within a factor of two."""
+
+    direction: Direction
+    paths: tuple[Path, ...]
+    magnitude: int
+
+
+def situation(direction: Direction, paths: Sequence[Path], nbytes: int, slice_bytes: int) -> Situation:
+    return Situation(direction, tuple(paths), (nbytes // slice_bytes).bit_length())
+
+
+def next_shift(
+    shifts: Sequence[int], slices: Sequence[float], seconds: Sequence[float], tolerance: float = TOLERANCE
+) -> list[int]:
+    """`shifts` with one slice moved from the way that ended last to the one that ended first, if that helps.
+
+    A way that carried nothing is given nothing: what it would have taken is not known.
+
+    Parameters
+    ----------
+    shifts : sequence of int
+        Slices moved to each way so far.
+    slices, seconds : sequence of float
+        What each way carried, in slices, and what it took.
+    """
+    last = max(range(len(seconds)), key=seconds.__getitem__)
+    first = min((way for way in range(len(seconds)) if slices[way]), key=seconds.__getitem__, default=last)
+    moved = list(shifts)
+    if seconds[last] - seconds[first] <= tolerance * seconds[last]:
+        return moved
+    one_more = seconds[first] * (1 + 1 / slices[first])
+    room = max(1.0, MOST_SHIFTED * sum(slices))
+    if one_more < seconds[last] and slices[last] >= 1 and moved[first] < room and -moved[last] < room:
+        moved[first] += 1
+        moved[last] -= 1
+    return moved
+
+
+class Adaptive:
+    """Learns from transfers that are done, without ever waiting for one.  The engine's lock is held round calls.
+
+    Parameters
+    ----------
+    slice_bytes : int
+    """
+
+    def __init__(self, slice_bytes: int) -> None:
+        self._slice_bytes = slice_bytes
+        self._shifts: dict[Situation, list[int]] = {}
+        self._watched: deque[tuple[Situation, tuple[PathShare, ...]]] = deque(maxlen=REMEMBERED)
+
+    def shifts(self, key: Situation) -> list[int]:
+        """Slices to move to each way of `key`; they add up to zero."""
+        return self._shifts.get(key, [0] * len(key.paths))
+
+    def watch(self, key: Situation, shares: tuple[PathShare, ...]) -> None:
+        """Look at a transfer later on."""
+        self._watched.append((key, shares))
+
+    def learn(self) -> list[tuple[Path, float]]:
+        """Take in what is done by now; bytes per second of each way seen."""
+        seen: list[tuple[Path, float]] = []
+        waiting = list(self._watched)
+        self._watched.clear()
+        learnt: set[Situation] = set()
+        for key, shares in waiting:
+            seconds = [share.measured_s if share.nbytes else 0.0 for share in shares]
+            if any(took is None for took in seconds):
+                self._watched.append((key, shares))
+                continue
+            times = [took or 0.0 for took in seconds]
+            for share, took in zip(shares, times, strict=True):
+                if took > 0 and share.nbytes >= ENOUGH * self._slice_bytes:
+                    seen.append((share.path, share.nbytes / took))
+            if key not in learnt and tuple(share.path for share in shares) == key.paths:
+                learnt.add(key)  # one step: the others were shared out before it, too
+                counts = [share.nbytes / self._slice_bytes for share in shares]
+                self._shifts[key] = next_shift(self.shifts(key), counts, times)
+        return seen

@@ -1,0 +1,113 @@
+"""What bytes go over: a device's own link, or staging buffers between two hops."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from memferry_allocator import DeviceLostError, Driver, Stream
+
+from .pieces import Piece
+
+
+class Carrier(Protocol):
+    """One way's streams.  Not thread-safe: the engine's lock is held round every call."""
+
+    @property
+    def hops(self) -> int:
+        """Driver copies that a piece takes."""
+
+    @property
+    def slice_bytes(self) -> int | None:
+        """The longest piece that it takes; None: any."""
+
+    def next_stream(self) -> Stream:
+        """The stream of the piece that comes next."""
+
+    def submit(self, piece: Piece) -> None:
+        """Enqueue one piece on the stream that `next_stream` has named."""
+
+
+class DirectLink:
+    """One driver copy a piece, of any size, on one stream."""
+
+    hops = 1
+    slice_bytes: int | None = None
+
+    def __init__(self, driver: Driver, lane: Stream) -> None:
+        self._driver, self._lane = driver, lane
+
+    def next_stream(self) -> Stream:
+        return self._lane
+
+    def submit(self, piece: Piece) -> None:
+        self._driver.copy(*piece, stream=self._lane)
+
+
+class Relay:
+    """Two hops by way of staging buffers, each with a stream of its own.
+
+    On a buffer's stream the copies into it and out of it alternate, so that stream order alone keeps a slice from
+    being overwritten before it has left; that there are two buffers or more keeps both links busy.
+
+    Parameters
+    ----------
+    driver : Driver
+    device : int
+        Whose streams do it.
+    buffers : sequence of int
+        Staging memory, at least two, each of `slice_bytes`.
+    release : callable
+        Gives the buffers back; called once nothing uses them.
+    """
+
+    hops = 2
+    slice_bytes: int
+
+    def __init__(
+        self, driver: Driver, device: int, buffers: Sequence[int], slice_bytes: int, release: Callable[[], None]
+    ) -> None:
+        self.slice_bytes = slice_bytes
+        self._driver = driver
+        self._slots = [(driver.create_stream(device), buffer) for buffer in buffers]
+        self._turn = 0
+        self._release: Callable[[], None] | None = release
+
+    def next_stream(self) -> Stream:
+        return self._slots[self._turn][0]
+
+    def submit(self, piece: Piece) -> None:
+        stream, buffer = self._slots[self._turn]
+        self._driver.copy(buffer, piece.src, piece.nbytes, stream=stream)
+        self._driver.copy(piece.dst, buffer, piece.nbytes, stream=stream)
+        self._turn = (self._turn + 1) % len(self._slots)
+
+    def close(self) -> None:
+        """Wait for what is under way and give everything back; a second call does nothing."""
+        for stream, _ in self._slots:
+            stream.close()
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+
+def device_relay(driver: Driver, helper: int, count: int, slice_bytes: int) -> Relay:
+    """A relay over memory of `helper`.
+
+    Raises
+    ------
+    DriverError
+        It has no room for the buffers, or is gone; nothing is left behind.
+    """
+    block = driver.malloc(helper, count * slice_bytes)
+
+    def release() -> None:
+        with contextlib.suppress(DeviceLostError):  # then its memory is gone as well
+            driver.free(helper, block)
+
+    try:
+        return Relay(driver, helper, [block + i * slice_bytes for i in range(count)], slice_bytes, release)
+    except BaseException:
+        release()
+        raise

@@ -1,0 +1,134 @@
+"""Which ways a transfer takes, and how much each carries: the decisions, without the copies."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from memferry_allocator import Direction, Driver
+
+from . import book
+from .adaptive import Adaptive, Situation, situation
+from .calibration import Calibration
+from .cost import LinearCost
+from .health import Health
+from .options import SLICE_BYTES, TransferOptions
+from .paths import Path
+from .quotas import shift, slice_quotas, worth_pulling, worthwhile
+
+UNKNOWN = LinearCost(20e-6, 50e9)  # of ways nobody has measured: alike, so that they share evenly
+
+
+class Share(NamedTuple):
+    """What a way is to carry."""
+
+    path: Path
+    nbytes: int
+    predicted_s: float
+
+
+class Plan(NamedTuple):
+    """Shares of all ways, the direct one first if it is one; some may be 0."""
+
+    situation: Situation
+    shares: tuple[Share, ...]
+
+
+class Planner:
+    """Decides by the calibration, by health, by what others are doing, and by what was learnt.
+
+    Parameters
+    ----------
+    driver : Driver
+    device : int
+    options : TransferOptions
+    calibration : Calibration or None
+    health : Health
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        device: int,
+        options: TransferOptions,
+        calibration: Calibration | None,
+        health: Health,
+    ) -> None:
+        self._driver = driver
+        self._direct = Path(device)
+        self._options = options
+        self._calibration = calibration
+        self._health = health
+        measured = None if calibration is None else calibration.slice_bytes
+        self.slice_bytes = options.slice_bytes or measured or SLICE_BYTES
+        self.adaptive = Adaptive(self.slice_bytes)
+        self._helpers = {direction: self._rank(direction) for direction in Direction}
+
+    def paths(self, direction: Direction) -> list[Path]:
+        """All ways that may ever be taken, the direct one first."""
+        return [self._direct, *(Path(self._direct.device, helper) for helper in self._helpers[direction])]
+
+    def threshold(self, direction: Direction) -> float:
+        """From how many bytes on several ways are thought of; infinite if there is only one."""
+        if not self._helpers[direction]:
+            return math.inf
+        if self._options.break_even_bytes is not None:
+            return self._options.break_even_bytes
+        known = {} if self._calibration is None else self._calibration.break_even_bytes
+        return known.get((self._direct.device, direction), 2 * self.slice_bytes)
+
+    def cost(self, path: Path, direction: Direction) -> LinearCost:
+        """As calibrated; a way that was not measured counts as the direct one does."""
+        for known in (path, self._direct):
+            found = None if self._calibration is None else self._calibration.cost(known, direction)
+            if found is not None:
+                return found
+        return UNKNOWN
+
+    def ways(self, direction: Direction) -> list[Path]:
+        """The ways that are worth taking now, the direct one first unless it is failing and there are others."""
+        relays = [
+            path
+            for path in self.paths(direction)[1:]
+            if self._health.usable(path)
+            and not (self._options.helpers == "auto" and book.is_busy(self._driver, path.helper or 0, direction))
+        ]
+        paths = [*([self._direct] if self._health.usable(self._direct) or not relays else []), *relays]
+        worth = worthwhile([self.cost(path, direction) for path in paths])
+        return [path for path, worthy in zip(paths, worth, strict=True) if worthy]
+
+    def may_pull(self, direction: Direction, path: Path, left: int, own: int, direct: int) -> bool:
+        """Whether a relay may take a slice from the queue: its device is idle, and it would not hold the end up.
+
+        Parameters
+        ----------
+        left, own, direct : int
+            As for `worth_pulling`.
+        """
+        if self._options.helpers == "auto" and book.is_busy(self._driver, path.helper or 0, direction):
+            return False
+        costs = self.cost(path, direction), self.cost(self._direct, direction)
+        return worth_pulling(left, own, direct, self.slice_bytes, *costs)
+
+    def plan(self, direction: Direction, nbytes: int, ways: list[Path]) -> Plan:
+        """Share `nbytes` out over `ways`, as costs say and earlier transfers have taught."""
+        costs = [self.cost(path, direction) for path in ways]
+        key = situation(direction, ways, nbytes, self.slice_bytes)
+        quotas = slice_quotas(nbytes, costs, self.slice_bytes)
+        if self._options.adaptive:
+            quotas = shift(quotas, self.adaptive.shifts(key), self.slice_bytes)
+        shares = zip(ways, quotas, costs, strict=True)
+        return Plan(key, tuple(Share(path, quota, cost.seconds(quota)) for path, quota, cost in shares))
+
+    def _rank(self, direction: Direction) -> tuple[int, ...]:
+        """The helpers of a direction, the fastest first."""
+        if self._options.helpers != "auto":
+            return self._options.helpers
+        if self._calibration is None:
+            return ()
+        known = [
+            (-measured.cost.bytes_per_second, measured.cost.alpha_s, path.helper)
+            for (path, way), measured in self._calibration.ways.items()
+            if way is direction and path.device == self._direct.device and path.helper is not None
+        ]
+        return tuple(helper for _, _, helper in sorted(known))[: self._options.max_helpers]

@@ -1,0 +1,78 @@
+"""The staging buffers of an engine: made when first needed, verified before they carry data."""
+
+from __future__ import annotations
+
+from memferry_allocator import DeviceLostError, Direction, Driver, DriverError
+
+from .carriers import Relay, device_relay
+from .health import Edge, Health
+from .paths import Path
+from .verify import allow_peer_access, arrives
+
+
+class Relays:
+    """Relays over helpers, one for each helper and direction.  The engine's lock is held round every call.
+
+    Parameters
+    ----------
+    driver : Driver
+    device : int
+        The engine's own.
+    buffers, slice_bytes : int
+        Of each relay.
+    health : Health
+    """
+
+    def __init__(self, driver: Driver, device: int, *, buffers: int, slice_bytes: int, health: Health) -> None:
+        self._driver, self._device = driver, device
+        self._buffers, self._slice_bytes = buffers, slice_bytes
+        self._health = health
+        self._relays: dict[tuple[int, Direction], Relay] = {}
+
+    def get(self, path: Path, direction: Direction) -> Relay | None:
+        """The relay of a path; None if it cannot be used now, which `Health` knows then."""
+        helper = path.helper
+        assert helper is not None
+        try:
+            if not self._verified(path, helper, direction):
+                return None
+            relay = self._relays.get((helper, direction))
+            if relay is None:
+                relay = device_relay(self._driver, helper, self._buffers, self._slice_bytes)
+                self._relays[helper, direction] = relay
+            return relay
+        except DeviceLostError as error:
+            self._health.lost(path, str(error))
+        except DriverError as error:
+            self._health.suspend(path, str(error))
+        return None
+
+    def _verified(self, path: Path, helper: int, direction: Direction) -> bool:
+        """Whether both hops carry bytes as they are; looked at once, and again after trouble."""
+        device = self._device
+        inward = direction is Direction.HOST_TO_DEVICE
+        stops = [helper, device] if inward else [device, helper]
+        hops = Edge(*stops), Edge(None, helper) if inward else Edge(helper, None)
+        if self._health.is_verified(*hops):
+            return True
+        if self._driver.capture_under_way():  # waiting for a device would break it
+            return False
+        if not (self._driver.can_access_peer(helper, device) and self._driver.can_access_peer(device, helper)):
+            self._health.lost(path, f"devices {helper} and {device} cannot reach each other's memory")
+            return False
+        allow_peer_access(self._driver, helper, device)
+        allow_peer_access(self._driver, device, helper)
+        if not arrives(self._driver, [helper], on=helper):
+            self._health.suspend(path, f"a pattern came back changed from device {helper}")
+            return False
+        if not arrives(self._driver, stops, on=helper):
+            self._health.suspend(path, f"a pattern came changed over {Edge(*stops)}")
+            return False
+        self._health.verified(Edge(None, helper), Edge(helper, None), *hops)
+        return True
+
+    def close(self) -> None:
+        """Wait for what is under way and give everything back; a second call does nothing."""
+        while self._relays:
+            _, relay = self._relays.popitem()
+            relay.close()
