@@ -279,6 +279,7 @@ def test_split_and_covers(
     ends = [*cuts[1:], at + nbytes]
     assert pieces == [(low, high - low) for low, high in zip(cuts, ends, strict=False)]
     assert known.covers(start + at, nbytes) == all(chunk_of[at : at + nbytes])
+    assert known.is_whole(start + at, nbytes) == (len(cuts) == 1 and chunk_of[at] != 0)
     assert known.nbytes == driver.registered == sum(map(bool, chunk_of))
 
 
