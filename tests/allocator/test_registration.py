@@ -281,6 +281,7 @@ def test_split_and_covers(
     assert pieces == [(low, high - low) for low, high in zip(cuts, ends, strict=False)]
     assert list(known.pieces(Span(start + at, nbytes))) == known.split(start + at, nbytes)
     assert known.covers(start + at, nbytes) == all(chunk_of[at : at + nbytes])
+    assert known.is_whole(start + at, nbytes) == (len(cuts) == 1 and chunk_of[at] != 0)
     assert known.nbytes == driver.registered == sum(map(bool, chunk_of))
 
 

@@ -22,7 +22,9 @@ from memferry_transport import (
     TransferOptions,
     TransferStatus,
 )
+from memferry_transport.job import Job
 from memferry_transport.quotas import worth_pulling
+from memferry_transport.shared_queue import SharedQueue
 
 from ..allocator.machine import Machine, address, pattern, refused
 from ..threads import in_threads
@@ -288,6 +290,24 @@ def test_a_helper_lost_under_way_is_made_good(after: int) -> None:
     driver.after = after
     fleet.engine.copy(*fleet.ends(IN), IN, stream=fleet.stream).synchronize()
     assert fleet.arrived(IN)
+    fleet.engine.close()
+
+
+def test_a_helper_lost_once_its_slices_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = slow_links(3)
+    fleet = queued(driver)
+    end = SharedQueue._end
+
+    def lose_and_end(queue: SharedQueue, job: Job) -> None:
+        driver.lose(1)
+        end(queue, job)
+
+    monkeypatch.setattr(SharedQueue, "_end", lose_and_end)
+    fleet.engine.copy(*fleet.ends(IN), IN, stream=fleet.stream)
+    with driver.launch(fleet.stream, writes=[fleet.device]):
+        pass
+    assert fleet.arrived(IN)
+    assert str(fleet.engine.health().paths[1]).startswith("via device 1: lost")
     fleet.engine.close()
 
 
