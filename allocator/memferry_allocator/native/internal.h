@@ -53,8 +53,9 @@ void scope_leave(scope *self);
 memferry_pool *pool_next(const memferry_pool *pool);
 
 /* -- stream.c -- */
-/* MEMFERRY_CAPTURING for a stream that is being captured, else its identity: handles are used again. */
-memferry_status stream_identity(const memferry_device *device, memferry_stream *stream, const char *call,
+/* MEMFERRY_CAPTURING for a stream that is being captured, else its identity: handles are used again.  `inside` is for
+ * the caller to leave; the device's context is current until then only where asking about the stream needs it. */
+memferry_status stream_identity(scope *inside, const memferry_device *device, memferry_stream *stream, const char *call,
                                 unsigned long long *identity);
 
 /* -- registration.c -- */

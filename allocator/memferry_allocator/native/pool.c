@@ -225,6 +225,10 @@ static memferry_status find_user(memferry_pool *self, memferry_stream stream, un
     memferry_status status = settle(self);
     if (status != MEMFERRY_OK)
         return status;
+    scope inside;
+    status = scope_enter(&inside, self->device, true);
+    if (status != MEMFERRY_OK)
+        return status;
     uses in_use = ranges_users(&self->ranges);
     for (int i = 0; i < self->users.count; i++) {
         const user *one = &self->users.list[i];
@@ -234,6 +238,7 @@ static memferry_status find_user(memferry_pool *self, memferry_stream stream, un
         if (is_stale || (full && !uses_has(&in_use, i)))
             users_drop(&self->users, self->device->driver, i);
     }
+    scope_leave(&inside);
     *number = users_find(&self->users, stream, identity, &stale);
     if (*number < 0)
         return fail(MEMFERRY_BUSY, "device pool: %d streams use its memory at once; forget those that are done with it",
@@ -285,7 +290,10 @@ static memferry_status refuse_size(const memferry_pool *self, size_t nbytes)
 /* The tightest free block that the stream can be ordered on. */
 static memferry_status find_fit(memferry_pool *self, size_t nbytes, int number, block **found)
 {
-    memferry_status status = MEMFERRY_OK;
+    scope inside; /* an event is made in the context that is current */
+    memferry_status status = scope_enter(&inside, self->device, false);
+    if (status != MEMFERRY_OK)
+        return status;
     for (block *at = ranges_fit(&self->ranges, nbytes, NULL); at != NULL; at = ranges_fit(&self->ranges, nbytes, at)) {
         status = users_order(&self->users, self->device->driver, number, at, self->clock, &self->counts.waits);
         if (status == MEMFERRY_OK)
@@ -293,6 +301,7 @@ static memferry_status find_fit(memferry_pool *self, size_t nbytes, int number, 
         if (status != MEMFERRY_CAPTURING)
             break;
     }
+    scope_leave(&inside);
     return status;
 }
 
@@ -334,7 +343,7 @@ static memferry_status allocate_locked(memferry_pool *self, size_t nbytes, memfe
     return MEMFERRY_OK;
 }
 
-/* Enter the context and learn who a stream is. */
+/* Learn who a stream is. */
 static memferry_status begin(scope *inside, memferry_pool *pool, memferry_stream *stream, const char *call,
                              unsigned long long *identity)
 {
@@ -343,13 +352,7 @@ static memferry_status begin(scope *inside, memferry_pool *pool, memferry_stream
         return status;
     if (pool == NULL)
         return fail(MEMFERRY_INVALID, "%s: the pool is NULL; open one with memferry_pool_open", call);
-    status = scope_enter(inside, pool->device, false);
-    if (status != MEMFERRY_OK)
-        return status;
-    status = stream_identity(pool->device, stream, call, identity);
-    if (status != MEMFERRY_OK)
-        scope_leave(inside);
-    return status;
+    return stream_identity(inside, pool->device, stream, call, identity);
 }
 
 memferry_status memferry_allocate(memferry_pool *pool, size_t nbytes, memferry_stream stream, memferry_ptr *pointer)

@@ -1,28 +1,46 @@
 /* Streams: who one is, whether it is being captured, and a few calls for programs that have none of their own. */
 #include "internal.h"
 
-memferry_status stream_identity(const memferry_device *device, memferry_stream *stream, const char *call,
+/* Whether a stream is being captured, and its identity. */
+static cu_result look_at(const driver *cu, memferry_stream stream, int *capturing, unsigned long long *identity)
+{
+    *capturing = 0;
+    *identity = 0; /* the legacy stream's: there is one of it */
+    cu_result code = cu->stream_capturing(stream, capturing);
+    return code == CU_OK && *capturing == 0 && stream != NULL ? cu->stream_id(stream, identity) : code;
+}
+
+memferry_status stream_identity(scope *inside, const memferry_device *device, memferry_stream *stream, const char *call,
                                 unsigned long long *identity)
 {
     const driver *cu = device->driver;
+    *inside = (scope){.device = device};
     if (*stream == CU_STREAM_PER_THREAD)
         return fail(MEMFERRY_UNSUPPORTED,
                     "%s: the per-thread default stream is another one in every thread; pass a created stream", call);
     if (*stream == CU_STREAM_LEGACY)
         *stream = NULL;
     int capturing = 0;
-    cu_result code = cu->stream_capturing(*stream, &capturing);
+    memferry_status status = MEMFERRY_OK;
+    cu_result code = CU_INVALID_CONTEXT;
+    if (*stream != NULL) /* a created stream has a context of its own */
+        code = look_at(cu, *stream, &capturing, identity);
+    if (code == CU_INVALID_CONTEXT) {
+        status = scope_enter(inside, device, false);
+        if (status != MEMFERRY_OK)
+            return status;
+        code = look_at(cu, *stream, &capturing, identity);
+    }
     if (code == CU_CAPTURE_IMPLICIT || (code == CU_OK && capturing != 0))
-        return fail(MEMFERRY_CAPTURING,
-                    "%s: stream %p is being captured into a graph, and a graph would keep the memory; allocate and free "
-                    "before or after the capture",
-                    call, *stream);
-    *identity = 0; /* the legacy stream's: there is one of it */
-    if (code == CU_OK && *stream != NULL)
-        code = cu->stream_id(*stream, identity);
-    if (code != CU_OK)
-        return driver_refused(cu, code, call, "stream %p; it is closed, or of another device", *stream);
-    return MEMFERRY_OK;
+        status = fail(MEMFERRY_CAPTURING,
+                      "%s: stream %p is being captured into a graph, and a graph would keep the memory; allocate and free "
+                      "before or after the capture",
+                      call, *stream);
+    else if (code != CU_OK)
+        status = driver_refused(cu, code, call, "stream %p; it is closed, or of another device", *stream);
+    if (status != MEMFERRY_OK)
+        scope_leave(inside);
+    return status;
 }
 
 static memferry_status begin(scope *inside, memferry_device *device, const char *call)

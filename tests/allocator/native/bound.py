@@ -16,6 +16,7 @@ void stub_fail(const char *call, int after, int code);
 void stub_capacity(size_t nbytes);
 void stub_mapped_offset(size_t nbytes);
 size_t stub_used(void);
+void stub_strict_streams(int on);
 void stub_count_calls(int on);
 long stub_calls(void);
 int stub_contexts(void);

@@ -53,7 +53,7 @@ static stream *capturing, *streams;
 static fault faults[16];
 static struct entry log_entries[MOST_LOG];
 static int log_count;
-static int started, forked, counting;
+static int started, forked, counting, strict;
 static const char *environment; /* STUB_FAIL, read once */
 static long calls;
 static _Thread_local void *contexts[32];
@@ -64,7 +64,7 @@ static char primary[2];
 void stub_reset(void)
 {
     pthread_mutex_lock(&lock);
-    fault_count = log_count = 0;
+    fault_count = log_count = strict = 0;
     capacity = (size_t)1 << 30;
     mapped_offset = 0;
     pthread_mutex_unlock(&lock);
@@ -78,6 +78,7 @@ void stub_fail(const char *call, int after, int code)
 void stub_capacity(size_t nbytes) { capacity = nbytes; }
 void stub_mapped_offset(size_t nbytes) { mapped_offset = nbytes; }
 size_t stub_used(void) { return used; }
+void stub_strict_streams(int on) { strict = on; } /* asking about one needs a current context too */
 void stub_count_calls(int on) { counting = on; }
 long stub_calls(void) { return calls; }
 int stub_contexts(void) { return retained; }
@@ -123,6 +124,11 @@ static int fails(const char *call)
 #define ENTER_CONTEXT(call)                                                                                      \
     ENTER(call)                                                                                                  \
     if (depth == 0)                                                                                              \
+        return INVALID_CONTEXT;
+
+#define ENTER_STREAM(call, on)                                                                                   \
+    ENTER(call)                                                                                                  \
+    if (depth == 0 && (strict || (uintptr_t)(on) <= 2))                                                          \
         return INVALID_CONTEXT;
 
 /* What a capture forbids: to everybody in the global mode, to its own thread in the next, unless relaxed. */
@@ -401,13 +407,13 @@ result cuStreamSynchronize(stream *on)
 }
 result cuStreamGetId(stream *on, unsigned long long *id)
 {
-    ENTER_CONTEXT("cuStreamGetId")
+    ENTER_STREAM("cuStreamGetId", on)
     *id = (uintptr_t)on <= 2 ? 1 : on->id;
     return (uintptr_t)on > 2 && !on->live ? INVALID_HANDLE : OK;
 }
 result cuStreamIsCapturing(stream *on, int *status)
 {
-    ENTER_CONTEXT("cuStreamIsCapturing")
+    ENTER_STREAM("cuStreamIsCapturing", on)
     *status = (uintptr_t)on <= 2 ? 0 : on->capturing;
     return (uintptr_t)on > 2 && !on->live ? INVALID_HANDLE : OK;
 }

@@ -225,8 +225,16 @@ def test_reuse_on_the_same_stream_needs_no_event(native: Native, device: Device,
     assert (pool.statistics.hits, pool.statistics.waits) == (4, 0)
 
 
-def test_a_cached_pair_takes_the_same_few_driver_calls(native: Native, device: Device, pool: Pool) -> None:
-    """Who the stream is and whether it is captured, under the context: nothing else, however often."""
+@pytest.mark.parametrize(
+    ("strict", "calls"),
+    [(False, ["capturing", "identity"]), (True, ["refused", "current", "push", "capturing", "identity"])],
+    ids=["streams have contexts", "a context must be current"],
+)
+def test_a_cached_pair_takes_the_same_few_driver_calls(
+    native: Native, device: Device, pool: Pool, strict: bool, calls: list[str]
+) -> None:
+    """Who the stream is and whether it is captured, under the context if need be: nothing else, however often."""
+    native.stub.stub_strict_streams(strict)
     stream = device.stream()
     pool.free(pool.allocate(KIB, stream), KIB, stream)
     native.stub.stub_count_calls(1)
@@ -234,7 +242,7 @@ def test_a_cached_pair_takes_the_same_few_driver_calls(native: Native, device: D
     for _ in range(10):
         pool.free(pool.allocate(KIB, stream), KIB, stream)
     native.stub.stub_count_calls(0)
-    assert native.stub.stub_calls() - before == 10 * 2 * len({"current", "push", "capturing", "identity"})
+    assert native.stub.stub_calls() - before == 10 * 2 * len(calls)
 
 
 def test_one_event_serves_everything_freed_before_it(device: Device, pool: Pool, native: Native) -> None:
