@@ -74,6 +74,9 @@ class CudaCore(Driver):
         with self._on(device):
             self._check(device, "synchronize", cu.cuCtxSynchronize())
 
+    def several_calls(self, device: int) -> Current | Pushed:
+        return self._on(device)
+
     def _busy(self) -> list[int]:
         self._known(0)
         return list(self._contexts)  # no context is made for it on a device that has no work
