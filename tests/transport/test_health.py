@@ -17,6 +17,7 @@ from memferry_allocator import (
     EmulatedDriver,
     EmulatedOptions,
     Span,
+    Stream,
 )
 from memferry_transport import (
     Edge,
@@ -28,7 +29,9 @@ from memferry_transport import (
     TransferFailedError,
     TransferStatus,
 )
+from memferry_transport.delegating import DelegatingDriver
 from memferry_transport.health import Health
+from memferry_transport.verify import arrives
 
 from ..allocator.machine import address, pattern, refused
 from .fleet import IN, OUT, Clock, Crying, Fleet, Losing, slow_links
@@ -246,6 +249,25 @@ def test_a_slow_copy_is_only_slow() -> None:
     assert fleet.driver.now - before == pytest.approx(1.4)
     assert fleet.arrived(IN)
     fleet.close()
+
+
+class OwnFills(DelegatingDriver):
+    """Devices that fill no other device's memory."""
+
+    def fill(self, ptr: int, value: int, nbytes: int, *, stream: Stream) -> None:
+        assert self.device_of(ptr) in (None, stream.device)
+        super().fill(ptr, value, nbytes, stream=stream)
+
+
+def test_what_arrives_changed_was_changed_by_its_own_device() -> None:
+    driver = FaultyDriver(
+        OwnFills(EmulatedDriver(EmulatedOptions(device_count=2))), [Fault(FaultKind.CORRUPT, count=None)]
+    )
+    assert not arrives(driver, [1, 0], on=1)
+    assert not arrives(driver, [0, 1], on=1)
+    driver.arm()
+    assert arrives(driver, [1, 0], on=1)
+    driver.close()
 
 
 @pytest.mark.parametrize("direction", Direction)
