@@ -117,7 +117,28 @@ def test_several_calls_make_the_context_current_once(
     with driver.several_calls(0):
         other.wait(stream.record())
         driver.copy(1000, 2000, 8, stream=other)
+        with driver.several_calls(0), driver._on(0):
+            pass
     assert pushed == [CONTEXT]
+    assert library.contexts == []
+    assert driver._answers.held == -1
+
+
+def test_another_device_s_context_comes_between(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a finaliser's may, in the middle of several calls."""
+    monkeypatch.setattr(core, "initialise", lambda: 2)
+    monkeypatch.setattr(cu, "cuDevicePrimaryCtxRetain", lambda device: (*OK, CONTEXT + device))
+    driver = CudaDriver()
+    seen = []
+    with driver.several_calls(0):
+        with driver._on(1):
+            seen.append(library.contexts[-1])
+            with driver._on(0):
+                seen.append(library.contexts[-1])
+            seen.append(library.contexts[-1])
+        with driver._on(0):
+            seen.append(library.contexts[-1])
+    assert [context - CONTEXT for context in seen] == [1, 0, 1, 0]
     assert library.contexts == []
 
 
