@@ -251,6 +251,21 @@ def test_a_slow_copy_is_only_slow() -> None:
     fleet.close()
 
 
+@pytest.mark.parametrize("slow", [1, 2])
+def test_a_way_that_is_seen_to_crawl_twice_is_left_alone(slow: int) -> None:
+    """Once may be its first use."""
+    fleet = Fleet(FaultyDriver(slow_links(2)), 2000)
+    for _ in range(slow):
+        fleet.driver.arm(Fault(FaultKind.DELAY, on=1, times=20, count=None))  # type: ignore[attr-defined]
+        fleet.engine.copy(*fleet.ends(IN), IN, stream=fleet.stream).synchronize()
+    fleet.driver.arm()  # type: ignore[attr-defined]
+    transfer = fleet.engine.copy(*fleet.ends(IN), IN, stream=fleet.stream)
+    transfer.synchronize()
+    assert [str(way.path) for way in transfer.ways] == (["direct", "via device 1"] if slow == 1 else [])
+    assert ("it carried" in str(fleet.engine.health())) is (slow == 2)
+    fleet.close()
+
+
 class OwnFills(DelegatingDriver):
     """Devices that fill no other device's memory."""
 
