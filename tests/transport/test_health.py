@@ -266,17 +266,22 @@ def test_a_way_that_is_seen_to_crawl_twice_is_left_alone(slow: int) -> None:
     fleet.close()
 
 
-class OwnFills(DelegatingDriver):
-    """Devices that fill no other device's memory."""
+class Owners(DelegatingDriver):
+    """Devices that fill no other device's memory, nor carry it from and to the host."""
+
+    def copy(self, dst: int, src: int, nbytes: int, *, stream: Stream) -> None:
+        ends = self.device_of(dst), self.device_of(src)
+        assert None not in ends or stream.device in ends
+        super().copy(dst, src, nbytes, stream=stream)
 
     def fill(self, ptr: int, value: int, nbytes: int, *, stream: Stream) -> None:
         assert self.device_of(ptr) in (None, stream.device)
         super().fill(ptr, value, nbytes, stream=stream)
 
 
-def test_what_arrives_changed_was_changed_by_its_own_device() -> None:
+def test_of_each_device_only_its_own_memory_is_asked() -> None:
     driver = FaultyDriver(
-        OwnFills(EmulatedDriver(EmulatedOptions(device_count=2))), [Fault(FaultKind.CORRUPT, count=None)]
+        Owners(EmulatedDriver(EmulatedOptions(device_count=2))), [Fault(FaultKind.CORRUPT, count=None)]
     )
     assert not arrives(driver, [1, 0], on=1)
     assert not arrives(driver, [0, 1], on=1)
