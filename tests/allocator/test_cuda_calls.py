@@ -106,6 +106,54 @@ def test_a_recording_in_a_capture_is_in_no_streams_order(driver: CudaDriver, lib
     assert library.asked("cuStreamWaitEvent") == [(41, 500, 0)] * 2
 
 
+def test_several_calls_make_the_context_current_once(
+    driver: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a small copy costs little: it takes five calls, and each would push and pop."""
+    pushed: list[int] = []
+    push = library.cuCtxPushCurrent_v2
+    monkeypatch.setattr(library, "cuCtxPushCurrent_v2", lambda context: pushed.append(context) or push(context))
+    stream, other = _stream(driver, 40), _stream(driver, 41)
+    with driver.several_calls(0):
+        other.wait(stream.record())
+        driver.copy(1000, 2000, 8, stream=other)
+        with driver.several_calls(0), driver._on(0):
+            pass
+    assert pushed == [CONTEXT]
+    assert library.contexts == []
+    assert driver._answers.held == -1
+
+
+def test_another_device_s_context_comes_between(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a finaliser's may, in the middle of several calls."""
+    monkeypatch.setattr(core, "initialise", lambda: 2)
+    monkeypatch.setattr(cu, "cuDevicePrimaryCtxRetain", lambda device: (*OK, CONTEXT + device))
+    driver = CudaDriver()
+    seen = []
+    with driver.several_calls(0):
+        with driver._on(1):
+            seen.append(library.contexts[-1])
+            with driver._on(0):
+                seen.append(library.contexts[-1])
+            seen.append(library.contexts[-1])
+        with driver._on(0):
+            seen.append(library.contexts[-1])
+    assert [context - CONTEXT for context in seen] == [1, 0, 1, 0]
+    assert library.contexts == []
+
+
+def test_a_recording_that_needs_a_context_to_tell_of_captures_gets_one(
+    driver: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(stream: int, answer: Any) -> int:
+        answer[0] = int(stream in library.capturing)
+        return 0 if library.contexts else 201
+
+    monkeypatch.setattr(library, "cuStreamIsCapturing", ask)
+    library.capturing.add(41)
+    assert [_stream(driver, handle).record().recorded[0] is None for handle in (40, 41)] == [False, True]
+
+
 def test_what_the_host_has_waited_for_no_stream_waits_for(driver: CudaDriver, library: Library) -> None:
     stream, other = _stream(driver, 40), _stream(driver, 41)
     first, last = stream.record(), stream.record()

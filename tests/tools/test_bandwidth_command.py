@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from memferry_allocator import EmulatedDriver
+from memferry_allocator import DeviceLostError, EmulatedDriver, InvalidRequestError
 from memferry_allocator.driver import LinkModel
 from memferry_tools.bandwidth import job
 from memferry_tools.bandwidth.document import SCHEMA
 from memferry_tools.bandwidth.options import EMULATED, FULL, QUICK, BandwidthOptions
 from memferry_transport import Edge, Fault, FaultKind, FaultyDriver
 from memferry_transport.calibration_file import calibration_path
-from memferry_transport.measure import CASES, hold
+from memferry_transport.measure import CASES, Bench, Matrix, hold
 from memferry_transport.topology import loads
 
 from .conftest import Command, Outcome
@@ -295,6 +296,39 @@ def test_no_case_is_begun_after_the_time_limit(memferry: Command, tmp_path: Path
     for case in read(path)["cases"]:
         assert (case["status"], case["values"]) == ("not run", None)
         assert "time limit" in case["reason"]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), DeviceLostError("CUDA_ERROR_LAUNCH_FAILED", "copy")])
+def test_a_run_that_ends_early_keeps_what_it_has(
+    memferry: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: BaseException
+) -> None:
+    names = list(CASES)
+
+    def ended(bench: Bench) -> Matrix:
+        if isinstance(stop, DeviceLostError):
+            bench.driver.lose(1)  # type: ignore[attr-defined]
+        raise stop
+
+    monkeypatch.setitem(CASES, names[1], replace(CASES[names[1]], run=ended))
+    path = tmp_path / "out.json"
+    cases = [argument for name in names[:3] for argument in ("--case", name)]
+    outcome = memferry(*SMALL, *cases, "--json", str(path))
+    assert outcome.status == (2 if isinstance(stop, DeviceLostError) else 130)
+    assert outcome.err.count("\n") == 1
+    assert [case["status"] for case in read(path)["cases"]] == ["passed", "not run", "not run"]
+
+
+def test_whatever_is_refused_is_a_failure_of_its_case(
+    memferry: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(bench: Bench) -> Matrix:
+        raise InvalidRequestError("no such thing")
+
+    monkeypatch.setitem(CASES, IN, replace(CASES[IN], run=refused))
+    path = tmp_path / "out.json"
+    outcome = memferry(*SMALL, "--case", IN, "--case", "device_local_copy", "--json", str(path))
+    assert outcome.status == 1
+    assert [case["status"] for case in read(path)["cases"]] == ["failed", "passed"]
 
 
 def test_bytes_that_arrive_wrong_are_exit_status_1(memferry: Command, monkeypatch: pytest.MonkeyPatch) -> None:

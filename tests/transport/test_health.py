@@ -17,6 +17,7 @@ from memferry_allocator import (
     EmulatedDriver,
     EmulatedOptions,
     Span,
+    Stream,
 )
 from memferry_transport import (
     Edge,
@@ -28,7 +29,9 @@ from memferry_transport import (
     TransferFailedError,
     TransferStatus,
 )
+from memferry_transport.delegating import DelegatingDriver
 from memferry_transport.health import Health
+from memferry_transport.verify import arrives
 
 from ..allocator.machine import address, pattern, refused
 from .fleet import IN, OUT, Clock, Crying, Fleet, Losing, slow_links
@@ -246,6 +249,45 @@ def test_a_slow_copy_is_only_slow() -> None:
     assert fleet.driver.now - before == pytest.approx(1.4)
     assert fleet.arrived(IN)
     fleet.close()
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_a_way_that_is_seen_to_crawl_twice_is_left_alone(slow: int) -> None:
+    """Once may be its first use."""
+    fleet = Fleet(FaultyDriver(slow_links(2)), 2000)
+    for _ in range(slow):
+        fleet.driver.arm(Fault(FaultKind.DELAY, on=1, times=20, count=None))  # type: ignore[attr-defined]
+        fleet.engine.copy(*fleet.ends(IN), IN, stream=fleet.stream).synchronize()
+    fleet.driver.arm()  # type: ignore[attr-defined]
+    transfer = fleet.engine.copy(*fleet.ends(IN), IN, stream=fleet.stream)
+    transfer.synchronize()
+    assert [str(way.path) for way in transfer.ways] == (["direct", "via device 1"] if slow == 1 else [])
+    assert ("it carried" in str(fleet.engine.health())) is (slow == 2)
+    fleet.close()
+
+
+class Owners(DelegatingDriver):
+    """Devices that fill no other device's memory, nor carry it from and to the host."""
+
+    def copy(self, dst: int, src: int, nbytes: int, *, stream: Stream) -> None:
+        ends = self.device_of(dst), self.device_of(src)
+        assert None not in ends or stream.device in ends
+        super().copy(dst, src, nbytes, stream=stream)
+
+    def fill(self, ptr: int, value: int, nbytes: int, *, stream: Stream) -> None:
+        assert self.device_of(ptr) in (None, stream.device)
+        super().fill(ptr, value, nbytes, stream=stream)
+
+
+def test_of_each_device_only_its_own_memory_is_asked() -> None:
+    driver = FaultyDriver(
+        Owners(EmulatedDriver(EmulatedOptions(device_count=2))), [Fault(FaultKind.CORRUPT, count=None)]
+    )
+    assert not arrives(driver, [1, 0], on=1)
+    assert not arrives(driver, [0, 1], on=1)
+    driver.arm()
+    assert arrives(driver, [1, 0], on=1)
+    driver.close()
 
 
 @pytest.mark.parametrize("direction", Direction)

@@ -221,8 +221,9 @@ def test_a_way_measured_far_too_slow_is_left_alone() -> None:
         )
     )
     fleet = Fleet(driver, 4000)
-    assert len(fleet.engine.copy(*fleet.ends(IN), IN, stream=fleet.stream).ways) == 2
-    fleet.stream.synchronize()
+    for _ in range(2):
+        assert len(fleet.engine.copy(*fleet.ends(IN), IN, stream=fleet.stream).ways) == 2
+        fleet.stream.synchronize()
     assert fleet.engine.copy(*fleet.ends(IN), IN, stream=fleet.stream).ways == ()
     assert "another way had" in str(fleet.engine.health())
     fleet.close()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memferry_allocator import EmulatedDriver, EmulatedOptions, RaceError, Span
+from memferry_allocator import EmulatedDriver, EmulatedOptions, RaceError, Span, Stream
 from memferry_allocator.driver import LinkModel
 from memferry_transport import (
     Edge,
@@ -79,6 +79,22 @@ def test_either_way(make: Any, seconds: float, pair: tuple[int, int]) -> None:
     how = "peer path in 1 driver copies" if not seconds else "peer path by way of the host in 20 driver copies"
     assert transfer.explain() == f"1000 bytes d2d over the {how}"
     assert world.engine.bytes_between_devices == 2000
+    world.close()
+
+
+class Alone(Apart):
+    """Nor does a device's stream carry what lies on another."""
+
+    def copy(self, dst: int, src: int, nbytes: int, *, stream: Stream) -> None:
+        assert {self.device_of(dst), self.device_of(src)} == {None, stream.device}
+        super().copy(dst, src, nbytes, stream=stream)
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (1, 0)])
+def test_each_device_carries_its_own_hop(pair: tuple[int, int]) -> None:
+    world = Pair(Alone)
+    world.engine.copy(world.span(pair[1]), world.span(pair[0]), stream=world.stream).synchronize()
+    assert np.array_equal(world.holds(pair[1]), pattern(N, pair[0]))
     world.close()
 
 

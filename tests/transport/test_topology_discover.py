@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from memferry_transport.topology import (
     machine,
     machine_names,
 )
-from memferry_transport.topology.nvml import normal_address
+from memferry_transport.topology.nvml import load_nvml, normal_address
 from memferry_transport.topology.pci import read_pci
 
 from .machines import FakeNvml, driver, link, sysfs
@@ -313,6 +314,15 @@ def test_an_emulated_machine_offers_the_ways_of_its_topology(name: str) -> None:
         ways = len(candidates(topology, device.ordinal))
         # What the host memory of a NUMA node lets pass is not known of emulated devices.
         assert len(candidates(found, device.ordinal)) == (7 if name == "h20-x8" else ways)
+
+
+def test_a_module_that_warns_of_its_age_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings are errors here, as they may be in a user's program."""
+    (tmp_path / "pynvml.py").write_text('import warnings\nwarnings.warn("deprecated", FutureWarning)\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    assert load_nvml().__name__ == "pynvml"  # type: ignore[union-attr]
+    sys.modules.pop("pynvml")
 
 
 @pytest.mark.gpu

@@ -46,10 +46,11 @@ class DirectLink:
 
 
 class Relay:
-    """Two hops by way of staging buffers, each with a stream of its own.
+    """Two hops by way of staging buffers, each with a stream of its own, or one for each hop.
 
     On a buffer's stream the copies into it and out of it alternate, so that stream order alone keeps a slice from
-    being overwritten before it has left; that there are two buffers or more keeps both links busy.
+    being overwritten before it has left; that there are two buffers or more keeps both links busy.  Where each hop
+    is another device's, events between the two streams do the same.
 
     Parameters
     ----------
@@ -60,17 +61,30 @@ class Relay:
         Staging memory, at least two, each of `slice_bytes`.
     release : callable
         Gives the buffers back; called once nothing uses them.
+    last : int, optional
+        The device whose streams do the second hop; by default the same.
     """
 
     hops = 2
     slice_bytes: int
 
     def __init__(
-        self, driver: Driver, device: int, buffers: Sequence[int], slice_bytes: int, release: Callable[[], None]
+        self,
+        driver: Driver,
+        device: int,
+        buffers: Sequence[int],
+        slice_bytes: int,
+        release: Callable[[], None],
+        *,
+        last: int | None = None,
     ) -> None:
         self.slice_bytes = slice_bytes
         self._driver = driver
-        self._slots = [(driver.create_stream(device), buffer) for buffer in buffers]
+        self._slots: list[tuple[Stream, Stream, int]] = []
+        for buffer in buffers:
+            stream = driver.create_stream(device)
+            other = stream if last in (None, device) else driver.create_stream(last)
+            self._slots.append((stream, other, buffer))
         self._turn = 0
         self._release: Callable[[], None] | None = release
 
@@ -78,15 +92,22 @@ class Relay:
         return self._slots[self._turn][0]
 
     def submit(self, piece: Piece) -> None:
-        stream, buffer = self._slots[self._turn]
+        stream, other, buffer = self._slots[self._turn]
         self._driver.copy(buffer, piece.src, piece.nbytes, stream=stream)
-        self._driver.copy(piece.dst, buffer, piece.nbytes, stream=stream)
+        if other is not stream:
+            other.wait(stream.record())
+        try:
+            self._driver.copy(piece.dst, buffer, piece.nbytes, stream=other)
+        finally:
+            if other is not stream:
+                stream.wait(other.record())
         self._turn = (self._turn + 1) % len(self._slots)
 
     def close(self) -> None:
         """Wait for what is under way and give everything back; a second call does nothing."""
-        for stream, _ in self._slots:
+        for stream, other, _ in self._slots:
             stream.close()
+            other.close()
         release, self._release = self._release, None
         if release is not None:
             release()

@@ -53,6 +53,9 @@ class DelegatingDriver(Driver):
     def synchronize_all(self) -> None:
         self.driver.synchronize_all()
 
+    def several_calls(self, device: int) -> AbstractContextManager[None]:
+        return self.driver.several_calls(device)
+
     def malloc(self, device: int, nbytes: int) -> int:
         return self.driver.malloc(device, nbytes)
 

@@ -84,6 +84,7 @@ class TransferEngine:
         )
         self._registered = registrations(driver)
         self._between = 0
+        self._begin = driver.create_event(device)  # of plain copies, recorded anew for each
         self._queued = self.options.mode == "queue"
         book.enter(driver, self)
 
@@ -194,15 +195,19 @@ class TransferEngine:
 
     def _copy_directly(self, pieces: Sequence[Piece], nbytes: int, lane: Lane, stream: Stream) -> Transfer:
         carrier = lane.stream
-        if stream is not carrier:
-            carrier.wait(stream.record())
-        try:
-            for to, of, size in pieces:
-                self.driver.copy(to, of, size, stream=carrier)
-        finally:
-            event = carrier.record()
+        with self.driver.several_calls(self.device):
             if stream is not carrier:
-                stream.wait(event)
+                begin = stream.record(self._begin)
+                carrier.wait(begin)
+                if begin.recorded[0] is None:  # a capture has it now
+                    self._begin = self.driver.create_event(self.device)
+            try:
+                for to, of, size in pieces:
+                    self.driver.copy(to, of, size, stream=carrier)
+            finally:
+                event = carrier.record()
+                if stream is not carrier:
+                    stream.wait(event)
         lane.moved += nbytes
         return Transfer(lane.direction, nbytes, len(pieces), event)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -130,9 +131,15 @@ class FaultyDriver(DelegatingDriver):
         return edge is None or edge == Edge(self.driver.device_of(src), self.driver.device_of(dst))
 
     def _spoil(self, dst: int, nbytes: int, stream: Stream) -> None:
-        if self.driver.device_of(dst) is None:
-            dst = self.driver.host_device_pointer(dst, stream.device)
-        self.driver.fill(dst, _VALUE, nbytes, stream=stream)
+        home = self.driver.device_of(dst)
+        if home in (None, stream.device):
+            ptr = dst if home is not None else self.driver.host_device_pointer(dst, stream.device)
+            self.driver.fill(ptr, _VALUE, nbytes, stream=stream)
+            return
+        with contextlib.closing(self.driver.create_stream(home)) as own:  # a device fills its own memory only
+            own.wait(stream.record())
+            self.driver.fill(dst, _VALUE, nbytes, stream=own)
+            stream.wait(own.record())
 
     def _require_present(self, device: int | None) -> None:
         if device in self._vanished:

@@ -48,6 +48,7 @@ class MultiPath:
         self._planner, self._relays, self._health = planner, relays, health
         self._lane = lane
         self._timed = timed
+        self._slow: set[Path] = set()  # seen once, the last time
 
     def suits(
         self, pieces: Sequence[Piece], nbytes: int, direction: Direction, device: int, stream: Stream
@@ -162,7 +163,12 @@ class MultiPath:
         seen = self._planner.adaptive.learn()
         best = max((rate for _, rate in seen), default=0.0)
         for path, rate in seen:
-            if rate < SLOWEST * best and not path.direct:
+            if rate >= SLOWEST * best or path.direct:
+                self._slow.discard(path)
+            elif path not in self._slow:  # once may be the first use of its streams, or an idle link waking up
+                self._slow.add(path)
+            else:
+                self._slow.discard(path)
                 self._health.suspend(
                     path, f"it carried {rate / 1e9:.2f} GB/s where another way had {best / 1e9:.2f}"
                 )

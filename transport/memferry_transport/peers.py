@@ -33,7 +33,7 @@ class Peers:
         self._buffers, self._slice_bytes = buffers, slice_bytes
         self._health = health
         self._lane: Stream | None = None
-        self._bounce: Relay | None = None
+        self._bounces: dict[Edge, Relay] = {}
 
     def copy(self, regions: Sequence[tuple[Span, Span]], stream: Stream) -> Transfer:
         """Copy regions as one transfer, in the order of `stream`.
@@ -65,7 +65,7 @@ class Peers:
                     stream.wait(event)
         shares = [run.share() for run in runs]
         nbytes, copies = sum(share.nbytes for share in shares), sum(share.copies for share in shares)
-        staged = any(run.carrier is self._bounce and run.sent for run in runs)
+        staged = any(isinstance(run.carrier, Relay) and run.sent for run in runs)
         over = "peer path by way of the host" if staged else "peer path"
         return Transfer(None, nbytes, copies, stream.record(), over=over)
 
@@ -82,9 +82,9 @@ class Peers:
                 run.step()
         except DriverError as error:
             left = run.fail(error)
-            if edge.source == edge.target or run.carrier is self._bounce:
+            if edge.source == edge.target or isinstance(run.carrier, Relay):
                 raise
-            heir = self._run(self._host(), begin, left)
+            heir = self._run(self._host(edge), begin, left)
             heir.follow(run.end())
             runs.append(heir)
             while heir.todo:
@@ -122,7 +122,7 @@ class Peers:
         """What carries bytes between two devices now."""
         if edge.source == edge.target or self._reached(edge):
             return DirectLink(self._driver, self.lane)
-        return self._host()
+        return self._host(edge)
 
     def _reached(self, edge: Edge) -> bool:
         """Whether the link between two devices carries bytes as they are."""
@@ -148,19 +148,22 @@ class Peers:
         self._health.verified(edge)
         return True
 
-    def _host(self) -> Relay:
-        """Staging in host memory; both hops on streams of the engine's device, which reach any memory."""
-        if self._bounce is None:
+    def _host(self, edge: Edge) -> Relay:
+        """Staging in host memory; each hop on streams of the device whose memory it is about."""
+        bounce = self._bounces.get(edge)
+        if bounce is None:
+            assert edge.source is not None
             arena = HostArena(self._driver, self._buffers * -(-self._slice_bytes // 4096) * 4096)
             buffers = [arena.cut(self._slice_bytes).ptr for _ in range(self._buffers)]
-            self._bounce = Relay(self._driver, self._device, buffers, self._slice_bytes, arena.close)
-        return self._bounce
+            bounce = Relay(self._driver, edge.source, buffers, self._slice_bytes, arena.close, last=edge.target)
+            self._bounces[edge] = bounce
+        return bounce
 
     def close(self) -> None:
         """Wait for what is under way and give everything back; a second call does nothing."""
         lane, self._lane = self._lane, None
-        bounce, self._bounce = self._bounce, None
         if lane is not None:
             lane.close()
-        if bounce is not None:
+        while self._bounces:
+            _, bounce = self._bounces.popitem()
             bounce.close()

@@ -25,33 +25,45 @@ def arrives(driver: Driver, stops: Sequence[int], *, on: int) -> bool:
     stops : sequence of int
         Devices, in order.
     on : int
-        The device whose stream carries it.
+        The device whose stream carries it from one to the next; to and from the host it is their own.
     """
-    arena, stream = HostArena(driver, 2 * PATTERN_BYTES), driver.create_stream(on)
+    arena, streams = HostArena(driver, 2 * PATTERN_BYTES), {}
     taken: list[tuple[int, int]] = []
     try:
+        for device in (*stops, on):
+            if device not in streams:
+                streams[device] = driver.create_stream(device)
         for device in stops:
             taken.append((device, driver.malloc(device, PATTERN_BYTES)))
-        return _compare(driver, arena, [ptr for _, ptr in taken], stream)
+        return _compare(driver, arena, taken, streams, on)
     finally:
-        stream.close()
+        for stream in streams.values():
+            stream.close()
         for device, ptr in taken:
             driver.free(device, ptr)
         arena.close()
 
 
-def _compare(driver: Driver, arena: HostArena, stops: Sequence[int], stream: Stream) -> bool:
+def _compare(
+    driver: Driver, arena: HostArena, stops: Sequence[tuple[int, int]], streams: dict[int, Stream], on: int
+) -> bool:
     sent, back = arena.cut(PATTERN_BYTES), arena.cut(PATTERN_BYTES)
     pattern = np.random.default_rng(_SEED + len(stops)).integers(0, 256, PATTERN_BYTES, dtype=np.uint8)
     with driver.host_access(writes=[sent, back]):
         arena.array(sent)[:] = pattern
         arena.array(back)[:] = ~pattern
-    for ptr in stops:  # what lay there before must not pass for the pattern
-        driver.copy(ptr, back.ptr, PATTERN_BYTES, stream=stream)
-    route = [sent.ptr, *stops, back.ptr]
-    for src, dst in itertools.pairwise(route):
-        driver.copy(dst, src, PATTERN_BYTES, stream=stream)
-    stream.synchronize()
+
+    def carry(dst: int, src: int, device: int) -> None:
+        driver.copy(dst, src, PATTERN_BYTES, stream=streams[device])
+        streams[device].synchronize()
+
+    for device, ptr in stops:  # what lay there before must not pass for the pattern
+        carry(ptr, back.ptr, device)
+    (first, start), (last, end) = stops[0], stops[-1]
+    carry(start, sent.ptr, first)
+    for (_, src), (_, dst) in itertools.pairwise(stops):
+        carry(dst, src, on)
+    carry(back.ptr, end, last)
     with driver.host_access(reads=[back]):
         return bool(np.array_equal(arena.array(back), pattern))
 

@@ -75,6 +75,10 @@ class Driver(ABC):
         if lost is not None:
             raise lost
 
+    def several_calls(self, device: int) -> AbstractContextManager[None]:
+        """Calls of this thread about `device` inside cost less than one by one; what they do is the same."""
+        return nullcontext()
+
     # -- memory -------------------------------------------------------------------------------------
     @abstractmethod
     def malloc(self, device: int, nbytes: int) -> int:

@@ -201,8 +201,7 @@ class RegistrationMap:
         """
         if self.driver._forked:
             self.driver.require_usable()
-        with self._lock:
-            return nbytes > 0 and self._ledger.table.holds(address, nbytes)
+        return self._ledger.table.holds(address, nbytes)
 
     def is_registered(self, address: int, nbytes: int = 1) -> bool:
         """`covers`, for one byte unless more are asked for."""

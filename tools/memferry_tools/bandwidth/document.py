@@ -46,7 +46,7 @@ def document(
             "cuda": cuda_version(driver),
             "clock": "virtual" if emulated else "device",
             "make": topology.machine,
-            "devices": [driver.device_info(device).name for device in devices],
+            "devices": names_of(topology, devices),
             "topology": json.loads(dumps(_without_identity(topology))),
         },
         "calibration": None if calibration is None else to_json(calibration),
@@ -54,6 +54,12 @@ def document(
         "seconds": seconds,
         "summary": summarise(results, calibration),
     }
+
+
+def names_of(topology: Topology, devices: Sequence[int]) -> list[str]:
+    """The names of some devices; those of a lost one, too."""
+    names = {device.ordinal: device.name for device in topology.devices}
+    return [names[device] for device in devices]
 
 
 def cuda_version(driver: Driver) -> int | None:

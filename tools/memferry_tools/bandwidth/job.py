@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from memferry_allocator import Driver, DriverError, EmulatedOptions, format_size, open_driver
+from memferry_allocator import DeviceLostError, Driver, DriverError, EmulatedOptions, format_size, open_driver
 from memferry_transport import Calibration
 from memferry_transport.calibration_file import calibration_path, load_calibration, save_calibration
 from memferry_transport.explain import explain
 from memferry_transport.measure import (
     CASES,
     Bench,
+    Case,
     CaseResult,
     MeasureOptions,
     has_virtual_clock,
@@ -26,7 +27,7 @@ from ..machine import describe_machine
 from ..screen import Row, Screen
 from ..version import version
 from . import plot
-from .document import cuda_version, document
+from .document import cuda_version, document, names_of
 from .export import to_csv, to_nvbandwidth
 from .options import BandwidthOptions
 from .show import result_line, show_result, summary_lines
@@ -41,6 +42,11 @@ def run(options: BandwidthOptions) -> int:
     -------
     int
         0, or 1 if bytes arrived wrong in any case.
+
+    Raises
+    ------
+    DeviceLostError, KeyboardInterrupt
+        The run ended early; what was measured until then is kept.
     """
     for path, name in _outputs(options):
         check_writable(path, name)
@@ -68,23 +74,24 @@ class _Run:
         self.devices = options.devices or tuple(range(driver.device_count))
         if max(self.devices) >= driver.device_count:
             raise ToolError(f"--devices: this machine has {driver.device_count}, the first is 0")
-        self.machine = discover(driver).machine
+        self.links = discover(driver)
+        self.machine = self.links.machine
         self.screen = Screen()
+        self.results: list[CaseResult] = []
+        self.known: Calibration | None = None
+        self.stopped: DeviceLostError | KeyboardInterrupt | None = None
 
     def run(self) -> int:
         self.screen.title(f"memferry {version()}: bandwidth{', EMULATED' if self.emulated else ''}")
         self.screen.rows(self._settings_rows())
-        with Bench(self.driver, self.devices, self.settings, machine=self.machine) as bench:
-            self._recall(bench)
-            results = self._measure(bench)
-            known = bench.calibrated
-            if (self.options.explain or self.options.recalibrate) and known is None:
-                known = self._calibrate(bench)
+        self._use_bench()
+        results, known = self.results, self.known
         for result in results:
             show_result(self.screen, result)
-        links = discover(self.driver)  # as they are now: an idle device's link is slower
+        if self.stopped is None:
+            self.links = discover(self.driver)  # as they are now: an idle device's link is slower
         seconds = time.monotonic() - self.began
-        content = document(self.driver, self.devices, links, self.settings, results, known, seconds)
+        content = document(self.driver, self.devices, self.links, self.settings, results, known, seconds)
         if results:
             self.screen.title("summary")
             self.screen.lines("\n".join(summary_lines(content["summary"])))
@@ -92,7 +99,22 @@ class _Run:
             self.screen.title("what the transfer engine decides by")
             self.screen.lines(explain(known))
         self._write(results, content)
+        if self.stopped is not None:
+            raise self.stopped
         return 1 if any(result.status == "failed" for result in results) else 0
+
+    def _use_bench(self) -> None:
+        try:
+            with Bench(self.driver, self.devices, self.settings, machine=self.machine) as bench:
+                self._recall(bench)
+                self._measure(bench)
+                self.known = bench.calibrated
+                wanted = self.options.explain or self.options.recalibrate
+                if wanted and self.known is None and self.stopped is None:
+                    self.known = self._calibrate(bench)
+        except DeviceLostError:
+            if self.stopped is None:
+                raise  # else it is the same once more: nothing on the device can be waited for
 
     # -- the calibration ---------------------------------------------------------------------------------
     def _recall(self, bench: Bench) -> None:
@@ -122,23 +144,29 @@ class _Run:
         return known
 
     # -- the cases ---------------------------------------------------------------------------------------
-    def _measure(self, bench: Bench) -> list[CaseResult]:
-        results: list[CaseResult] = []
+    def _measure(self, bench: Bench) -> None:
         if not self.options.cases:
-            return results
+            return
         with self.screen.progress("measuring", len(self.options.cases)) as show:
             for name in self.options.cases:
-                case = CASES[name]
-                if self._late():
-                    result = leave_out(case, f"the time limit of {self.options.time_limit_s:g} s was over")
-                else:
-                    calibrated = bench.calibrated
-                    result = run_case(bench, case)
-                    if bench.calibrated is not calibrated:
-                        self._calibrate(bench)
-                results.append(result)
+                result = self._measure_one(bench, CASES[name])
+                self.results.append(result)
                 show(result_line(result), name)
-        return results
+
+    def _measure_one(self, bench: Bench, case: Case) -> CaseResult:
+        if self.stopped is not None:
+            return leave_out(case, "the run had ended before")
+        if self._late():
+            return leave_out(case, f"the time limit of {self.options.time_limit_s:g} s was over")
+        calibrated = bench.calibrated
+        try:
+            result = run_case(bench, case)
+            if bench.calibrated is not calibrated:
+                self._calibrate(bench)
+        except (DeviceLostError, KeyboardInterrupt) as error:
+            self.stopped = error
+            return leave_out(case, str(error) or "interrupted")
+        return result
 
     def _late(self) -> bool:
         limit = self.options.time_limit_s
@@ -146,7 +174,7 @@ class _Run:
 
     # -- what is kept ------------------------------------------------------------------------------------
     def _write(self, results: list[CaseResult], content: dict[str, object]) -> None:
-        names = [self.driver.device_info(device).name for device in self.devices]
+        names = names_of(self.links, self.devices)
         options = self.options
         if options.json is not None:
             write_json(options.json, content, "--json")

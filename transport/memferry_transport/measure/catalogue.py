@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memferry_allocator import DeviceLostError, DriverError, InvalidRequestError, OutOfMemory, UnsupportedError
+from memferry_allocator import DeviceLostError, InvalidRequestError, MemFerryError, OutOfMemory, UnsupportedError
 
-from ..errors import TransportError
 from .bench import Bench
 from .errors import NotRunError
 from .result import CaseResult, Matrix
@@ -70,7 +69,7 @@ def find_case(name: str) -> Case:
 def run_case(bench: Bench, wanted: Case) -> CaseResult:
     """Run one case.  What cannot run here says so in its result.
 
-    Bytes that arrive wrong make it a failure, and so does a driver's refusal.  A device that is lost ends the run.
+    Bytes that arrive wrong make it a failure, and so does whatever is refused.  Losing a device ends the run.
     """
     began = time.perf_counter()
     matrix, status, reason = None, "passed", None
@@ -82,7 +81,7 @@ def run_case(bench: Bench, wanted: Case) -> CaseResult:
         status, reason = "not run", f"not enough memory: {error}"
     except DeviceLostError:
         raise  # nothing can be measured any more
-    except (TransportError, DriverError) as error:
+    except MemFerryError as error:
         status, reason = "failed", str(error)
     return _result(wanted, status, reason, matrix, time.perf_counter() - began)
 

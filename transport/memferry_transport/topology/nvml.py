@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -80,7 +81,9 @@ class NvmlFacts:
 def load_nvml() -> Any | None:
     """The module, if it is installed."""
     try:
-        return importlib.import_module("pynvml")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the older package of this name only says that it is old
+            return importlib.import_module("pynvml")
     except ImportError:
         return None
 

@@ -25,7 +25,7 @@ class Current:
 class Pushed:
     """Pushes a context, and pops it at the end."""
 
-    __slots__ = ("_context", "_device", "_driver")
+    __slots__ = ("_before", "_context", "_device", "_driver")
 
     def __init__(self, driver: CudaCore, device: int, context: int) -> None:
         self._driver = driver
@@ -36,9 +36,33 @@ class Pushed:
         code = self._driver._library.cuCtxPushCurrent_v2(self._context)
         if code != SUCCESS:
             raise self._driver._error(self._device, code, "push context")
+        answers = self._driver._answers
+        self._before, answers.held = answers.held, -1
 
     def __exit__(self, *_: object) -> None:
-        self._driver._library.cuCtxPopCurrent_v2(self._driver._answers.context)
+        answers = self._driver._answers
+        answers.held = self._before
+        self._driver._library.cuCtxPopCurrent_v2(answers.context)
+
+
+class Held:
+    """Keeps a device's context current for several calls, which need not ask for it any more."""
+
+    __slots__ = ("_before", "_context", "_device", "_driver")
+
+    def __init__(self, driver: CudaCore, device: int) -> None:
+        self._driver = driver
+        self._device = device
+        self._context = driver._on(device)
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+        answers = self._driver._answers
+        self._before, answers.held = answers.held, self._device
+
+    def __exit__(self, *_: object) -> None:
+        self._driver._answers.held = self._before
+        self._context.__exit__()
 
 
 CURRENT = Current()

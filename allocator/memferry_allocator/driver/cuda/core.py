@@ -15,7 +15,7 @@ from ..addresses import AddressBook
 from ..api import Driver
 from ..handles import Event, Stream, require_stream
 from ..types import DeviceInfo, MemoryInfo
-from .contexts import CURRENT, Current, Pushed
+from .contexts import CURRENT, Current, Held, Pushed
 from .errors import SUCCESS, check, error_of, initialise
 from .library import Answers, library
 
@@ -73,6 +73,9 @@ class CudaCore(Driver):
     def synchronize(self, device: int) -> None:
         with self._on(device):
             self._check(device, "synchronize", cu.cuCtxSynchronize())
+
+    def several_calls(self, device: int) -> Held:
+        return Held(self, device)
 
     def _busy(self) -> list[int]:
         self._known(0)
@@ -140,6 +143,8 @@ class CudaCore(Driver):
             self.require_usable()
         if device in self._lost:
             raise DeviceLostError(self._lost[device], "device", f"cuda:{device} was lost before")
+        if self._answers.held == device:
+            return CURRENT
         context = self._contexts.get(device) or self._context(device)
         current = self._answers.context
         if self._library.cuCtxGetCurrent(current) == SUCCESS and current[0] == context:

@@ -40,6 +40,7 @@ class Answers(threading.local):
         self.context = _ffi.new("uintptr_t *")
         self.status = _ffi.new("int *")
         self.mode = _ffi.new("int *")
+        self.held = -1  # the device whose context `Held` keeps current
 
 
 @cache

@@ -128,7 +128,12 @@ class OrderCalls(CudaCore):
             code = self._answer(stream.device, self._library.cuEventRecord, other, handle)
             if code != SUCCESS:
                 raise self._error(stream.device, code, "event_record")
-            if self.is_capturing(stream):
+            status = self._answers.status
+            if handle in _LEGACY:
+                status[0] = 0
+            elif self._library.cuStreamIsCapturing(handle, status) != SUCCESS:  # it wants a context
+                status[0] = self.is_capturing(stream)
+            if status[0]:
                 event.captured()
             else:
                 event.recorded_on(stream)
