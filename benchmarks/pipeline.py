@@ -29,7 +29,13 @@ PEERS = {"deepspeed-zero2": "deepspeed_zero2", "torch-gpu": "torch_gpu"}  # and 
 
 @dataclass(frozen=True)
 class Job:
-    """What a row trains, and in which device memory; 0 as the norm does not clip."""
+    """What a row trains, and in which device memory; 0 as the norm does not clip.
+
+    Attributes
+    ----------
+    host_memory : str or None
+        What it may take beyond 16 bytes a parameter is for updates that begin during backward; None for none.
+    """
 
     preset: str
     device_memory: str
@@ -37,11 +43,14 @@ class Job:
     peers: tuple[str, ...]
     micro_batch: int = 8
     seq: int = 1024
+    host_memory: str | None = None
 
 
 ROWS = {
     "llama-1b-6GiB": Job("llama-1b", "6GiB", 1.0, ("deepspeed-zero2", "torch-gpu")),
-    "llama-1b-6GiB-unclipped": Job("llama-1b", "6GiB", 0.0, ("deepspeed-zero2", "torch-gpu")),
+    "llama-1b-6GiB-unclipped": Job(
+        "llama-1b", "6GiB", 0.0, ("deepspeed-zero2", "torch-gpu"), host_memory="28.2GiB"
+    ),  # 24 bytes a parameter
     "llama-1b-24GiB": Job("llama-1b", "24GiB", 1.0, ("deepspeed-zero2", "torch-gpu")),
     "llama-3b-11.5GiB": Job("llama-3b", "11.5GiB", 1.0, ("deepspeed-zero2",)),
 }
@@ -74,7 +83,7 @@ class Session:
     def measure(self, job: Job) -> records.Row:
         """A row: of MemFerry, and of its peers; one that two rows share is measured once."""
         settings = self._settings(job)
-        memory = ["--device", self._device, "--device-memory", self._memory(job)]
+        memory = ["--device", self._device, "--device-memory", self._memory(job), *self._host_memory(job)]
         row = self._run("memferry_tools", ["train", *settings, *memory])
         peers = {name: self._peer(name, settings) for name in job.peers} if self._peers else {}
         return {"job": {**asdict(job), "preset": self._preset or job.preset}, **row, "peers": peers}
@@ -93,6 +102,14 @@ class Session:
         parameters = find_preset(self._preset).shape.parameters
         multiple = parse_size(job.device_memory) / (2 * find_preset(job.preset).shape.parameters)
         return f"{int(multiple * itemsize * parameters) >> 20}MiB"
+
+    def _host_memory(self, job: Job) -> list[str]:
+        if job.host_memory is None:
+            return []
+        if self._preset is None:
+            return ["--host-memory", job.host_memory]
+        larger = find_preset(self._preset).shape.parameters / find_preset(job.preset).shape.parameters
+        return ["--host-memory", f"{int(parse_size(job.host_memory) * larger) >> 20}MiB"]
 
     def _peer(self, name: str, settings: list[str]) -> records.Row:
         if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
@@ -128,6 +145,7 @@ def _figures(row: records.Row) -> dict[str, Any]:
         "exposed_copy_s": times["copy"],
         "resident_share": report["resident_parameters"] / parameters,
         "streamed_share": report["streamed_parameters"] / parameters,
+        "early_share": report["early_parameters"] / parameters,
         "peers": {name: _beside(peer, summary["iteration_s"]) for name, peer in row["peers"].items()},
     }
 

@@ -24,6 +24,8 @@ class LayerCache:
         Whether a layer's host weights are final, so that they may be copied.
     held : callable
         Whether a tensor outside the cache still uses a layer's device memory; such a layer is not evicted.
+    settle : callable
+        Blocks until a layer's update is made or, on the device, enqueued: its device copy may then be evicted.
     """
 
     def __init__(
@@ -33,11 +35,13 @@ class LayerCache:
         *,
         ready: Callable[[int], bool],
         held: Callable[[int], bool],
+        settle: Callable[[int], None],
     ) -> None:
         self._partitions = partitions
         self._trace = trace
         self._ready = ready
         self._held = held
+        self._settle = settle
         self._views: dict[int, View] = {}
         self._pins = [0] * len(partitions)
 
@@ -88,11 +92,16 @@ class LayerCache:
         self._views.clear()
 
     def evict(self, layer: int) -> None:
-        """Give a layer's device memory back."""
+        """Give a layer's device memory back, after bringing home what is newer there."""
+        self._settle(layer)
+        self.end_use(layer)
+        self._partitions[layer].evict()
+
+    def end_use(self, layer: int) -> None:
+        """End the view of a layer's weights; they stay where they are."""
         view = self._views.pop(layer, None)
         if view is not None:
             view.release()
-        self._partitions[layer].evict()
 
     def open_for_update(self, layer: int, stream: Stream) -> View:
         """A writing view of a layer's device copy, which becomes the newest; its reading views end.
@@ -105,9 +114,7 @@ class LayerCache:
         partition = self._partitions[layer]
         if not partition.resident and not self._make_room(partition.nbytes, beyond=-1, keep=layer):
             raise self._no_room(layer)
-        view = self._views.pop(layer, None)
-        if view is not None:
-            view.release()
+        self.end_use(layer)
         return partition.acquire(Place.DEVICE, Mode.READ_WRITE, stream=stream)
 
     @property

@@ -49,6 +49,11 @@ class StateStream:
     -----
     One thread uses it at a time.  Host pages must be registered, and what is done to them before must be known
     to that thread; it is over for a stream that has waited for an event of `out`, and for nobody else.
+
+    Attributes
+    ----------
+    compute, out : Stream
+        Where the kernel runs, and where results go home.
     """
 
     def __init__(
@@ -67,7 +72,7 @@ class StateStream:
         self._pool = pool
         self._pages = registrations(driver)
         self._streams = [driver.create_stream(device) for _ in range(3)]
-        self._in, self._compute, self.out = self._streams
+        self._in, self.compute, self.out = self._streams
         self.elements = ring_elements(nbytes)
         self.nbytes = nbytes
         self._base = pool.allocate(nbytes, stream=self._in)
@@ -79,12 +84,22 @@ class StateStream:
         self.bytes_in = 0
         self.bytes_out = 0
 
-    def run(self, operands: AdamOperands, prepared: Any) -> None:
-        """Enqueue the update of elements at home, any number, by their host addresses."""
+    def run(self, operands: AdamOperands, prepared: Any, *, weights_stay: bool = False) -> None:
+        """Enqueue the update of elements at home, any number, by their host addresses.
+
+        Parameters
+        ----------
+        operands : AdamOperands
+        prepared : object
+            Of `DeviceUpdate.prepare`.
+        weights_stay : bool
+            `operands.weight` points to device memory: `compute` writes the rounded weights there, and they do not
+            go home.
+        """
         begin = self._mark(self._in) if self._measure and self._span is None else None
         for start in range(0, operands.count, self.elements):
             count = min(self.elements, operands.count - start)
-            self._run(part_of(operands, start, count), prepared)
+            self._run(part_of(operands, start, count), prepared, weights_stay)
         if self._measure:
             first, count = (begin, 0) if self._span is None else (self._span[0], self._span[2])
             assert first is not None
@@ -106,9 +121,11 @@ class StateStream:
             own.close()
         self._pool.deallocate(self._base, self.nbytes, stream=stream, uses={})
 
-    def _run(self, home: AdamOperands, prepared: Any) -> None:
+    def _run(self, home: AdamOperands, prepared: Any, weights_stay: bool) -> None:
         slot = self._claim()
         here = self._in_slot(slot, home)
+        if weights_stay:
+            here = dataclasses.replace(here, weight=home.weight)
         gradient = (here.gradient, home.gradient, home.count * ITEMSIZE[home.gradient_dtype])
         state = [
             (here.parameter, home.parameter, home.count * FP32),
@@ -119,12 +136,12 @@ class StateStream:
             for part in self._pages.split(host, nbytes):  # no copy may cross the edge of a registration
                 self._driver.copy(device + part.ptr - host, part.ptr, part.nbytes, stream=self._in)
             self.bytes_in += nbytes
-        self._compute.wait(self._in.record())
-        self._update.run(self._compute, prepared, here)
-        updated = self._compute.record()
+        self.compute.wait(self._in.record())
+        self._update.run(self.compute, prepared, here)
+        updated = self.compute.record()
         self.out.wait(updated)
         self._let_others_in(updated)
-        if home.weight:
+        if home.weight and not weights_stay:
             state.append((here.weight, home.weight, home.count * ITEMSIZE[home.weight_dtype]))
         for device, host, nbytes in state:
             for part in self._pages.split(host, nbytes):

@@ -115,17 +115,15 @@ class UpdateQueue:
             self._running_since, self._updated = time.perf_counter(), 0
         self._pending[layer] = _Update(self._native.submit(calls), end, elements)
 
-    def feed(self, layer: int, enqueue: Callable[[], None], end: Callable[[], None]) -> None:
+    def feed(self, layer: int, enqueue: Callable[[], None]) -> None:
         """Queue the update of a layer that the device makes; its previous one must have been waited for.
 
         Parameters
         ----------
         enqueue : callable
             Enqueues the work, after that of the layers before.
-        end : callable
-            Called by whoever waits for the layer, when all is enqueued.
         """
-        self._pending[layer] = _Update([self.in_feeder(enqueue)], end)
+        self._pending[layer] = _Update([self.in_feeder(enqueue)], lambda: None)
 
     def in_feeder(self, job: Callable[[], T]) -> Future[T]:
         """Run a job in the feeder, or at once where there is none."""

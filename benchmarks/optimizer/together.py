@@ -220,7 +220,7 @@ class Sharing:
             self._driver.observe(known)
             work.enqueue(layer)
 
-        self._queue.feed(number, enqueue, lambda: None)
+        self._queue.feed(number, enqueue)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ RESULT: dict[str, Any] = {
         "device_memory": 4 << 30,
         "resident_parameters": 10,
         "streamed_parameters": 40,
+        "early_parameters": 20,
         "times": {"total": 0.5, "busy": 0.4, "update": 0.06, "copy": 0.01, "step": 0.03},
     },
 }
@@ -34,6 +35,16 @@ def test_a_row_on_the_emulated_device() -> None:
     assert figures["iteration_s"] > 0
     assert figures["device_peak_bytes"] <= figures["device_memory"]
     assert 16 <= figures["host_bytes_per_parameter"] < 17
+    assert figures["early_share"] == 0
+
+
+def test_a_row_that_does_not_clip_is_updated_during_backward() -> None:
+    session = pipeline.Session("emulated", "tiny", 2, peers=False, limit_s=240)
+    row = session.measure(pipeline.ROWS["llama-1b-6GiB-unclipped"])
+    assert row["status"] == "ok", row
+    figures = pipeline.summarise({"row": row})["row"]
+    assert 20 < figures["host_bytes_per_parameter"] <= 24.1
+    assert figures["early_share"] > 0.3
 
 
 @pytest.mark.gpu

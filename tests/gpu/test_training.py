@@ -220,6 +220,15 @@ def test_many_steps_without_waiting_for_any() -> None:
     assert_same(plain(*settings), offloaded(*settings, share=0.35, async_step=True))
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("async_step", [True, False])
+@pytest.mark.parametrize("split", [0.5, 1.0])
+def test_weights_of_streamed_layers_stay_on_the_device(split: float, async_step: bool, accumulate: int) -> None:
+    settings = (lambda: Decoder(width=512, layers=6), torch.bfloat16, 20, accumulate, 1.0)
+    got = offloaded(*settings, share=1.6, optimizer_split=split, async_step=async_step)
+    assert_same(plain(*settings), got)
+
+
 def test_on_a_stream_of_the_user() -> None:
     settings = (lambda: Decoder(width=256), torch.bfloat16, 6, 2, 1.0)
     expected = plain(*settings)

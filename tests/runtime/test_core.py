@@ -112,11 +112,13 @@ class Layers:
         self.trace = AccessTrace(count)
         self.held: set[int] = set()
         self.ready = set(range(count))
+        self.settled: list[int] = []
         self.cache = LayerCache(
             self.buffer,
             self.trace,
             ready=self.ready.__contains__,
             held=self.held.__contains__,
+            settle=self.settled.append,
         )
         self.stream = self.driver.create_stream(0)
 
@@ -137,6 +139,13 @@ def test_layers_are_loaded_ahead_and_evicted_by_farthest_use() -> None:
     assert layers.cache.resident == [2, 3, 4]  # 5 is not needed again
     layers.use(3, 2, 1, 0)
     assert layers.cache.resident == [0, 1, 2]
+
+
+def test_a_layer_is_evicted_after_whoever_writes_it() -> None:
+    layers = Layers(3, room=2)
+    layers.use(0, 1, 2)
+    assert layers.settled == [0]
+    assert layers.cache.resident == [1, 2]
 
 
 def test_a_layer_is_not_loaded_ahead_before_it_is_ready() -> None:

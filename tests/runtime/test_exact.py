@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -62,9 +64,10 @@ def test_budgets(share: float, run: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_half_precision_with_fp32_masters(dtype: torch.dtype, accumulate: int) -> None:
+@pytest.mark.parametrize("options", [{"share": 0.5}, {"share": 1.6, "optimizer_split": 0.7, "async_step": True}])
+def test_half_precision_with_fp32_masters(options: dict[str, Any], dtype: torch.dtype, accumulate: int) -> None:
     job = Job(lambda: Decoder(layers=4), next_token_loss, dtype=dtype, accumulate=accumulate, steps=6, lr=1e-3)
-    assert_same(plain(job), offloaded(job, share=0.5))
+    assert_same(plain(job), offloaded(job, **options))
 
 
 def test_frozen_parameters() -> None:

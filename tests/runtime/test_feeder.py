@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from memferry_allocator import EmulatedOptions
 from memferry_rt.updates import UpdateQueue
@@ -30,6 +31,12 @@ def test_a_feeder_changes_no_bit(split: Any, spare_slabs: int, seed: int) -> Non
         emulated=EmulatedOptions(seed=seed),
     )  # fmt: skip
     assert_same(plain(job), result)
+
+
+@pytest.mark.parametrize("share", [0.9, 1.6])
+def test_a_feeder_that_writes_weights_into_their_copies_changes_no_bit(share: float) -> None:
+    job = Job(lambda: Decoder(layers=3), next_token_loss, steps=5, dtype=torch.bfloat16, lr=1e-3)
+    assert_same(plain(job), offloaded(job, share=share, optimizer_split=0.7, async_step=True))
 
 
 def test_a_device_kernel_that_fails_is_told_and_leaves_the_runtime_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
 
 from memferry_allocator import DriverError, EmulatedDriver, EmulatedOptions, Event, RaceError, Stream
 
@@ -16,21 +17,31 @@ from .models import Decoder, checkpointed, next_token_loss, plainly
 
 offload_module = importlib.import_module("memferry_rt.adapters.torch.offload")
 
-CLAIM = "_claim < _run < run < enqueue"
+CLAIM = "_claim < _run < run < _stream_home"
+CLAIM_INTO = "_claim < _run < run < _stream_into"
 
 # Waits that another order makes redundant in these models, by where they are.
 REDUNDANT = {
     # A slot's last use in the step before: backward has waited for whatever went through the ring, unless a layer
     # was not used in it.  Within a step it counts.
     CLAIM,
+    CLAIM_INTO,
     # The host has waited for the whole device when the pool grew; marks made before do not know.
     "before < _take < _allocate_slowly < allocate",
     # Taking turns at a copy engine is a matter of time alone.
-    "_let_others_in < _run < run < enqueue",
+    "_let_others_in < _run < run < _stream_home",
+    "_let_others_in < _run < run < _stream_into",
+    # The ring itself keeps the order of two steps for a layer that is streamed in both; it counts for one that the
+    # CPU updates in the second (test_streamed_weights.py).
+    "settle < submit < step < step",
+    "settle < _finish_updates < step < step",
     # The host has waited for new weights of a layer that is read in place, and `Hazards` of the device copy do not
     # know what the host knows.
     "before < _bring_home < _acquire_host < acquire",
     "before < _acquire_device < acquire < open_for_update",
+    "before < _acquire_device < acquire < use",
+    # The host has waited for backward, and hence for whoever read the old weights.
+    "before < _acquire_device < acquire < _stream_into",
 }
 
 
@@ -100,6 +111,8 @@ def _run(
         pytest.param(plainly, 2, 2, True, 1.2, 0.5, marks=pytest.mark.slow),
         (plainly, 2, 1, True, 8.0, "auto"),
         pytest.param(plainly, 2, 2, False, 3.0, 1.0, marks=pytest.mark.slow),
+        (plainly, 1, 1, True, 1.6, 1.0),
+        pytest.param(plainly, 2, 2, False, 1.6, 0.5, marks=pytest.mark.slow),
     ],
     ids=[
         "plain",
@@ -110,6 +123,8 @@ def _run(
         "half-streamed-async",
         "resident-async",
         "some-resident",
+        "streamed-into-copies",
+        "half-streamed-into-copies",
     ],
 )
 def test_every_wait_counts(
@@ -121,13 +136,17 @@ def test_every_wait_counts(
     split: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job = Job(lambda: Decoder(run, layers=layers), next_token_loss, accumulate=accumulate, steps=3)
+    dtype = torch.bfloat16 if share == 1.6 else torch.float32  # all weights on the device, and masters beside them
+    job = Job(
+        lambda: Decoder(run, layers=layers), next_token_loss, accumulate=accumulate, steps=3, dtype=dtype, lr=1e-3
+    )
     redundant, last = _redundant(
         job, monkeypatch, some=split != "cpu", async_step=async_step, share=share, optimizer_split=split
     )
     assert redundant.keys() <= (REDUNDANT if split != "cpu" else set()), redundant
-    if CLAIM in last:
-        assert last[CLAIM] not in redundant.get(CLAIM, []), "the last time, within a step"
+    for claim in (CLAIM, CLAIM_INTO):
+        if claim in last:
+            assert last[claim] not in redundant.get(claim, []), "the last time, within a step"
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,8 @@ class EarlyUpdates:
     kernel : AdamKernel
     slots : sequence of GradientSlot
     spares : list of SpareSlab
+    streamed_until : callable
+        The event after which a layer's state is at home, if the host has not waited for it.
     """
 
     def __init__(
@@ -133,6 +135,8 @@ class EarlyUpdates:
         kernel: AdamKernel,
         slots: Sequence[GradientSlot],
         spares: list[SpareSlab],
+        *,
+        streamed_until: Callable[[LayerState], Event | None],
     ) -> None:
         self._driver = driver
         self._plans = plans
@@ -140,6 +144,7 @@ class EarlyUpdates:
         self._queue = queue
         self._kernel = kernel
         self._spares = spares
+        self._streamed_until = streamed_until
         self._early: dict[LayerState, _Early] = {}
         self._layers: dict[LayerState, _Arrivals] = {}
         for slot in slots:
@@ -195,11 +200,12 @@ class EarlyUpdates:
         ]
         calls = self._kernel.calls(cut_work(work))
         known = self._driver.publish()
+        awaited = [event for event in (home, self._streamed_until(layer)) if event is not None]
 
         def compute() -> NativeBatch:
             self._driver.observe(known)
-            if home is not None:
-                home.synchronize()
+            for event in awaited:
+                event.synchronize()
             return self._queue.run_early(self._bracketed(layer, slab), calls)
 
         self._early[layer] = _Early(
@@ -210,8 +216,9 @@ class EarlyUpdates:
         )
 
     def _bracketed(self, layer: LayerState, slab: SpareSlab) -> Callable[[], Bracket]:
+        masters = [slot.spec.master for slot in layer.layout.slots if slot.spec.updated]
         return lambda: self._driver.host_access(
-            reads=[layer.gradient_span, layer.state_span, layer.weight_span],
+            reads=[layer.gradient_span, layer.state_span, *([] if all(masters) else [layer.weight_span])],
             writes=[slab.state, slab.weights],
             label=f"early update of {layer.name}",
         )

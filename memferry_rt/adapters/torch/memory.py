@@ -32,6 +32,8 @@ class DeviceMemory:
         The stream on which the calling thread's kernels run.
     ready : callable
         Whether a layer's update is over, without blocking.
+    settle : callable
+        Blocks until a layer's update is made or, on the device, enqueued.
     moved : callable
         Told of a layer whose optimizer state and gradients have another home now.
     wait : callable
@@ -61,6 +63,7 @@ class DeviceMemory:
         *,
         stream: Callable[[], Stream],
         ready: Callable[[int], bool],
+        settle: Callable[[int], None],
         moved: Callable[[LayerState], None],
         wait: Callable[[Stream, Event], None],
         update: DeviceUpdate | None,
@@ -80,7 +83,11 @@ class DeviceMemory:
             partition.name = layer.name
         self.trace = AccessTrace(len(layers))
         self.cache = LayerCache(
-            self.weights, self.trace, ready=ready, held=lambda layer: self._layers[layer].held()
+            self.weights,
+            self.trace,
+            ready=ready,
+            held=lambda layer: self._layers[layer].held(),
+            settle=settle,
         )
         self.residents = Residents(self.engine, factory, moved)
         self.ring: StagingRing | None = None

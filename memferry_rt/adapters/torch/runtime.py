@@ -106,6 +106,7 @@ class Runtime:
             self.factory,
             stream=self.stream,
             ready=self.updates.poll,
+            settle=self.updates.wait,
             moved=self._state_moved,
             wait=self.stalls.wait,
             update=update,
@@ -191,7 +192,14 @@ class Runtime:
         plans = {layer: plan for layer, plan in self.step_updates.plans.items() if isinstance(plan, AdamUpdate)}
         assert isinstance(self.patch, AdamPatch)
         self.step_updates.early = EarlyUpdates(
-            self.driver, plans, self.patch, self.updates, self._rule.kernel, self.gradients.slots, spares
+            self.driver,
+            plans,
+            self.patch,
+            self.updates,
+            self._rule.kernel,
+            self.gradients.slots,
+            spares,
+            streamed_until=self.step_updates.streamed_until,
         )
 
     # -- streams ----------------------------------------------------------------------------------------
@@ -270,8 +278,11 @@ class Runtime:
 
     def _finish_updates(self) -> None:
         """Wait for the updates in forward order, and start loading each layer as soon as it is new."""
+        for layer in self.step_updates.streamed:  # to enqueue takes the lock that a wait for weights at home keeps
+            self.updates.wait(layer.index)
         for layer in self.layers:
             self._settle_home(layer)
+            self.step_updates.settle(layer)
             self.memory.cache.load_early(layer.index)
 
     def _settle_layer(self, layer: LayerState) -> None:
@@ -281,7 +292,7 @@ class Runtime:
     def _gradients_change(self, layer: LayerState) -> None:
         self.updates.wait(layer.index)
         if self.step_updates.may_still_read(layer):
-            self.memory.bring_home(layer)
+            self.step_updates.settle(layer)
         if self.step_updates.early is not None:
             self.step_updates.early.changing(layer)
 
@@ -299,6 +310,7 @@ class Runtime:
         self.updates.wait_all()
         for layer in self.layers:
             self.memory.bring_home(layer)
+            self.step_updates.settle(layer)
 
     @contextlib.contextmanager
     def state_at_home(self, *, write: bool = False) -> Iterator[list[ParameterState]]:
@@ -339,6 +351,7 @@ class Runtime:
     def _adopt_weight(self, layer: LayerState, index: int) -> None:
         """A parameter was written to in place: the host pages have the new weight, other copies get it."""
         self._settle_home(layer)
+        self.step_updates.settle(layer)
         self.stream().synchronize()
         layer.parameter_versions[index] = layer.parameters[index]._version
         if not self.memory.cache.is_pinned(layer.index):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memferry_allocator import Driver, Mode, Place, Stream
+from memferry_allocator import Driver, Event, Mode, Partition, Place, Stream, View
 
 from ...device_update import DeviceUpdate
 from ...errors import OffloadError
@@ -24,6 +24,8 @@ from .layer import LayerState
 from .memory import DeviceMemory
 from .optimizer import AmpScaling, OptimizerPatch
 from .update import AdamUpdate, LayerUpdate
+
+Pieces = Sequence[tuple[Any, AdamOperands]]  # of a layer's update: what calls share, and where it is at home
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,19 @@ class _Work:
     @property
     def captured(self) -> tuple[set[int], list[Any], Mapping[int, Any], float]:
         return self.indices, self.settings, self.counts, self.scale
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether no update reads the layer's weights: all that is updated has fp32 masters beside them."""
+        return all(slot.spec.master for slot in self.layer.layout.slots if slot.spec.updated)
+
+    @property
+    def replaces_weights(self) -> bool:
+        """Whether it makes every weight of the layer anew, without reading any."""
+        slots = self.layer.layout.slots
+        return self.has_masters and all(
+            index in self.indices for index, slot in enumerate(slots) if slot.spec.numel
+        )
 
 
 class StepUpdates:
@@ -132,6 +147,7 @@ class StepUpdates:
         self.made_early: set[LayerState] = set()
         self.cpu_nbytes = 0  # of host memory that the CPU's updates have read and written
         self._unseen: set[LayerState] = set()
+        self._streamed: dict[LayerState, Event] = {}
 
     def first_use(self, layer: LayerState) -> bool:
         """Whether this is the first use of a streamed layer since its update."""
@@ -141,8 +157,21 @@ class StepUpdates:
         return True
 
     def may_still_read(self, layer: LayerState) -> bool:
-        """Whether a layer's state may still be streamed: nothing has waited for its weights since."""
+        """Whether the device may still read a layer's gradients: nothing has waited for its weights since."""
         return layer in self._unseen
+
+    def streamed_until(self, layer: LayerState) -> Event | None:
+        """The end of a layer's streaming, unless the host knows it to be over; its update is enqueued.
+
+        From there on its state is at home, and its gradients there may be written.
+        """
+        return self._streamed.get(layer)
+
+    def settle(self, layer: LayerState) -> None:
+        """Block until a layer's streaming is over; its update is enqueued."""
+        end = self._streamed.pop(layer, None)
+        if end is not None:
+            end.synchronize()
 
     def numel(self, layers: Iterable[LayerState]) -> int:
         """How many parameters the optimizer updates in these layers."""
@@ -162,7 +191,8 @@ class StepUpdates:
         self.updated, self.made_early = updated, early
         for layer in updated:
             if layer.residence is None:
-                self._memory.cache.evict(layer.index)
+                self._memory.cache.end_use(layer.index)
+                self.settle(layer)
         self._assign([layer for layer in updated if layer.residence is None and layer not in early])
         for layer in updated:
             counts = {index: self._patch.count(layer.parameters[index]) for index in indices[layer]}
@@ -171,7 +201,7 @@ class StepUpdates:
             if layer.residence is not None:
                 self._update_in_place(work)
             elif layer in early:
-                self._publish(layer)
+                self._publish(work)
             elif layer in self.streamed:
                 self._submit_streamed(work)
             else:
@@ -254,15 +284,15 @@ class StepUpdates:
     # -- the three ways -------------------------------------------------------------------------------
     def _submit_to_cpu(self, work: _Work) -> None:
         layer = work.layer
-        weights = self._memory.weights[layer.index].acquire(Place.HOST, Mode.READ_WRITE)
+        state = self._driver.host_access(
+            reads=[layer.gradient_span],
+            writes=[layer.state_span] if layer.state_span.nbytes else [],
+            label=f"update of {layer.name}",
+        )
         try:
-            state = self._driver.host_access(
-                reads=[layer.gradient_span],
-                writes=[layer.state_span] if layer.state_span.nbytes else [],
-                label=f"update of {layer.name}",
-            )
+            weights = self._open_home(work)
         except BaseException:
-            weights.release()
+            state.end()
             raise
 
         def end() -> None:
@@ -277,11 +307,11 @@ class StepUpdates:
         else:
             self._queue.submit(layer.index, calls, end)
 
-    def _publish(self, layer: LayerState) -> None:
+    def _publish(self, work: _Work) -> None:
         """Let an update made during backward take effect: only the new weights are copied, beside the forward."""
-        early = self.early
+        layer, early = work.layer, self.early
         assert early is not None
-        weights = self._memory.weights[layer.index].acquire(Place.HOST, Mode.READ_WRITE)
+        weights = self._open_home(work)
         calls, slab = early.publish(layer)
         spare = self._driver.host_access(reads=[slab.weights], label=f"new weights of {layer.name}")
 
@@ -298,19 +328,54 @@ class StepUpdates:
         assert streaming is not None
         assert update is not None
         weights = self._memory.weights[layer.index]
-        weights.acquire(Place.HOST, Mode.READ_WRITE).release()  # nobody uses the pages from here on
+        stay = weights.resident and work.has_masters
+        if not stay:
+            self._open_home(work).release()  # nobody uses the pages from here on
         pieces = self._on_device(layer).native(update, *work.captured)
         known = self._driver.publish()
 
         def enqueue() -> None:
             self._driver.observe(known)
+            try:
+                if stay:
+                    self._stream_into(weights, pieces)
+                else:
+                    self._stream_home(weights, pieces)
+            finally:
+                self._streamed[layer] = streaming.out.record()
+
+        self._queue.feed(layer.index, enqueue)
+
+    def _stream_into(self, weights: Partition, pieces: Pieces) -> None:
+        """Write new weights straight into the device copy; they come home when somebody asks.
+
+        The copy is valid before: what a failure leaves unwritten is as it was.
+        """
+        streaming = self._memory.streaming
+        assert streaming is not None
+        with weights.acquire(Place.DEVICE, Mode.READ_WRITE, stream=streaming.compute) as view:
+            to_copy = view.ptr - weights.host.ptr
+            for prepared, home in pieces:
+                streaming.run(dataclasses.replace(home, weight=home.weight + to_copy), prepared, weights_stay=True)
+
+    def _stream_home(self, weights: Partition, pieces: Pieces) -> None:
+        streaming = self._memory.streaming
+        assert streaming is not None
+        try:
             for prepared, home in pieces:
                 streaming.run(home, prepared)
-
-        def end() -> None:  # readers of the host pages wait for the stream that brings the weights home
+        finally:  # readers of the host pages wait for the stream that brings the weights home
             weights.acquire(Place.MAPPED, Mode.READ_WRITE, stream=streaming.out).release()
 
-        self._queue.feed(layer.index, enqueue, end)
+    def _open_home(self, work: _Work) -> View:
+        """A layer's weights at home, for an update that writes them there; it gives up the device copy.
+
+        Where the device has a kernel the CPU has the native one, which does not fail midway: what that replaces
+        need not come home first.
+        """
+        replaced = self._update is not None and work.replaces_weights
+        mode = Mode.WRITE if replaced else Mode.READ_WRITE
+        return self._memory.weights[work.layer.index].acquire(Place.HOST, mode)
 
     def _on_device(self, layer: LayerState) -> AdamUpdate:
         plan = self.plans[layer]

@@ -28,7 +28,12 @@ def command(
             "a third of the weights on the emulated device, three quarters of what is free on a real one."
         ),
     ] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Refuse to take more host memory than this.")] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Take no more host memory than this; what the model leaves of it lets updates begin in backward."
+        ),
+    ] = None,
     pool_memory: Annotated[
         str | None, typer.Option(help="How much of --device-memory is MemFerry's pool; found out by default.")
     ] = None,
