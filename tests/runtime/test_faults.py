@@ -1,4 +1,4 @@
-"""A call of the driver fails in the middle of an iteration: it is said, and training can go on from known state."""
+"""A call of the driver fails in the middle of an iteration: that is said, and training can begin again."""
 
 from __future__ import annotations
 
