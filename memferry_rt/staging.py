@@ -74,6 +74,6 @@ class StagingRing:
         """Wait for the copies of older pieces that lie here: they leave in the order they came."""
         overlapping = [index for index, (low, high, _) in enumerate(self._leaving) if low < end and start < high]
         if overlapping:
-            for _ in range(overlapping[-1]):
+            self._wait(stream, self._leaving[overlapping[-1]][2])
+            for _ in range(overlapping[-1] + 1):
                 self._leaving.popleft()
-            self._wait(stream, self._leaving.popleft()[2])

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from typing import Any
 
 import pytest
 from cuda.bindings import driver as cu
 
-from memferry_allocator import DeviceLostError, DriverError, ForkedError, PageKind, PageLocation, Stream
+from memferry_allocator import (
+    DeviceLostError,
+    DriverError,
+    ForkedError,
+    PageKind,
+    PageLocation,
+    Stream,
+    UnsupportedError,
+)
 from memferry_allocator.driver.cuda import CudaDriver, core
 from memferry_allocator.driver.cuda.errors import error_of
 
@@ -169,13 +178,44 @@ def test_what_the_host_has_waited_for_no_stream_waits_for(driver: CudaDriver, li
     assert len(library.asked("cuStreamWaitEvent")) == 2
 
 
-def test_a_name_of_many_streams_says_nothing_of_the_others(driver: CudaDriver, library: Library) -> None:
-    """Each thread has its own per-thread default stream, and has waited for no other."""
-    stream, other = _stream(driver, 2), _stream(driver, 41)
-    event = stream.record()
-    stream.synchronize()
-    other.wait(event)
-    assert len(library.asked("cuStreamWaitEvent")) == 1
+def test_a_name_of_many_streams_is_refused(driver: CudaDriver) -> None:
+    """What one thread's per-thread default stream has waited for, another thread's has not."""
+    with pytest.raises(UnsupportedError, match="per-thread default stream"):
+        _stream(driver, 2)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_finaliser_may_record_in_the_middle_of_a_recording(
+    driver: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """It blocks nobody, and no wait is left out that counts."""
+    stream, other = _stream(driver, 40), _stream(driver, 41)
+    handles = itertools.count(500)
+    monkeypatch.setattr(cu, "cuEventCreate", lambda flags: (*OK, next(handles)))
+    outer, inner = driver.create_event(0), driver.create_event(0)
+    recorded: list[int] = []
+    late = [inner]
+
+    def record(event: int, on: int) -> int:
+        now = late.pop() if late else None
+        if now is not None and when == "before":
+            stream.record(now)
+        recorded.append(event)
+        if now is not None and when == "after":
+            stream.record(now)
+        return 0
+
+    library.cuEventRecord = record  # type: ignore[attr-defined]
+    thread = threading.Thread(target=stream.record, args=(outer,), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    places = {handle: place for place, handle in enumerate(recorded)}
+    order = sorted((inner, outer), key=lambda event: places[event.handle])
+    assert order[0].sequence < order[1].sequence
+    other.wait(order[0])
+    other.wait(order[1])
+    assert len(library.asked("cuStreamWaitEvent")) == 2
 
 
 def test_a_wait_of_the_host_that_fails_is_none(driver: CudaDriver, library: Library) -> None:

@@ -125,10 +125,13 @@ def test_a_reading_view_lets_other_streams_in(bench: Bench) -> None:
         pytest.skip("streams of consumers are a real device's")
     with bench.view(Place.DEVICE, Mode.READ) as view:
         array = as_device(view, "uint8")
-        array.__dlpack__(stream=1, max_version=(1, 0))
-        assert len(view.streams) == 2
+        for _ in range(2):
+            array.__dlpack__(stream=1, max_version=(1, 0))
+            assert len(view.streams) == 2
         array.__dlpack__(stream=-1, max_version=(1, 0))
         assert len(view.streams) == 2
+        with pytest.raises(BufferError, match="per-thread"):
+            array.__dlpack__(stream=2, max_version=(1, 0))
         with pytest.raises(BufferError, match="ambiguous"):
             array.__dlpack__(stream=0, max_version=(1, 0))
         del array

@@ -128,6 +128,19 @@ def test_state_dicts_are_those_of_the_class_and_go_both_ways(name: str) -> None:
     memferry_rt.restore(pair.model)
 
 
+def test_without_momentum_there_is_no_state() -> None:
+    pair = Pair("momentum")
+    for optimizer in (pair.plain_optimizer, pair.optimizer):
+        optimizer.param_groups[0].update(momentum=0, dampening=0)
+    pair.steps(2)
+    pair.assert_same()
+    for optimizer in (pair.plain_optimizer, pair.optimizer):
+        optimizer.param_groups[0]["momentum"] = 0.5
+    pair.steps(2, first=2)
+    pair.assert_same()
+    memferry_rt.restore(pair.model)
+
+
 def test_a_state_dict_kept_over_a_load_keeps_its_values() -> None:
     pair = Pair("momentum")
     pair.steps(2)

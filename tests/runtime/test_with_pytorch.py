@@ -61,6 +61,54 @@ def test_compiled_blocks(after: bool) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's own
+def test_the_compiler_sees_nothing_of_the_runtime() -> None:
+    inputs: set[str] = set()
+
+    def backend(graph: torch.fx.GraphModule, example: list[torch.Tensor]) -> Any:
+        inputs.update(str(node.target) for node in graph.graph.nodes if node.op == "placeholder")
+        return graph.forward
+
+    model = Decoder(layers=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    memferry_rt.offload(model, optimizer, device="emulated", device_memory="120KiB")
+    model.blocks[0].compile(backend=backend)
+    next_token_loss(model, 0).backward()
+    memferry_rt.restore(model)
+    torch._dynamo.reset()
+    assert inputs
+    assert not any("layout" in name or "geometry" in name or "base" in name for name in inputs)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's own
+@pytest.mark.parametrize("first", [True, False])
+def test_what_was_compiled_for_a_plain_model_is_not_used(first: bool) -> None:
+    torch.manual_seed(0)
+    plain = Decoder(layers=2)
+    model = copy.deepcopy(plain)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (plain, model)]
+    for block in (*plain.blocks, *model.blocks):
+        block.compile(backend="eager")
+    if first:
+        for m in (plain, model):
+            next_token_loss(m, 9)
+    memferry_rt.offload(
+        model, optimizers[1], device="emulated", device_memory="2MiB", optimizer_split=1.0, async_step=True
+    )
+    assert memferry_rt.runtime_of(model).memory.residents.layers
+    for number in range(3):
+        losses = []
+        for m, optimizer in zip((plain, model), optimizers, strict=True):
+            loss = next_token_loss(m, number)
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[0] == losses[1]
+    memferry_rt.restore(model)
+    torch._dynamo.reset()
+
+
 def test_a_compiled_model_is_refused() -> None:
     model = torch.compile(Decoder(), backend="eager")
     with pytest.raises(UnsupportedError, match="compile"):

@@ -154,7 +154,13 @@ class Driver(ABC):
 
     @abstractmethod
     def stream_from_handle(self, device: int, handle: int) -> Stream:
-        """Borrow a stream somebody else owns, by its native handle."""
+        """Borrow a stream somebody else owns, by its native handle.
+
+        Raises
+        ------
+        UnsupportedError
+            The per-thread default stream of CUDA, which is another stream in every thread.
+        """
 
     @abstractmethod
     def destroy_stream(self, stream: Stream) -> None:

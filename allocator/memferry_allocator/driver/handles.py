@@ -15,6 +15,26 @@ if TYPE_CHECKING:
 _MOST_KNOWN = 64
 
 
+class Recordings:
+    """The recordings on one stream, by one thread at a time.
+
+    A finaliser may record in the middle of another recording of its thread, wherever that is.
+
+    Attributes
+    ----------
+    lock : RLock
+        Held while an event is recorded and numbered.
+    last : int
+        The number of the last one.
+    """
+
+    __slots__ = ("last", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.last = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Stream:
     """Work that runs in order on one device; ``int(stream.handle)`` is the driver's own name for it.
@@ -27,7 +47,7 @@ class Stream:
     device: int
     handle: Any
     owned: bool
-    recording: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+    recordings: Recordings = field(default_factory=Recordings, init=False, repr=False)
     number: int = field(default_factory=itertools.count(1).__next__, init=False, repr=False)  # of its own for ever
     _aware: dict[int, int] = field(default_factory=dict, init=False, repr=False)  # of recordings, by `number`
 
@@ -117,9 +137,25 @@ class Event:
         """The number of its last recording."""
         return self.recorded[1]
 
-    def recorded_on(self, stream: Stream) -> None:
-        """Note a recording; for drivers, which let no other recording on that stream come between."""
-        self.recorded = (stream, next(_sequence))
+    def recorded_on(self, stream: Stream, last: int) -> bool:
+        """Note a recording; for drivers, which let no other thread record on that stream meanwhile.
+
+        Parameters
+        ----------
+        last : int
+            ``stream.recordings.last`` from before the recording.
+
+        Returns
+        -------
+        bool
+            False if a finaliser has recorded meanwhile.  Which of the two came first is unknown: record once more.
+        """
+        number, recordings = next(_sequence), stream.recordings
+        if recordings.last != last:
+            return False
+        recordings.last = number
+        self.recorded = (stream, number)
+        return True
 
     def captured(self) -> None:
         """Note a recording into a graph: it is a point in no stream's order, so waiting for it proves nothing."""

@@ -163,9 +163,15 @@ class Array:
         if handle == _NO_SYNCHRONISATION:
             return
         if handle == 0:
-            raise BufferError("stream 0 is ambiguous: name 1, the legacy default stream, or 2, the thread's own")
-        mine, wanted = view.streams[0], handle or LEGACY_DEFAULT
-        if wanted != (int(mine.handle) or LEGACY_DEFAULT) or wanted == _PER_THREAD_DEFAULT:
+            raise BufferError("stream 0 is ambiguous: name 1, the legacy default stream, or one that was created")
+        if handle == _PER_THREAD_DEFAULT:
+            raise BufferError(
+                "the per-thread default stream is another one in every thread, and the view may end in any of "
+                "them; name a stream that was created"
+            )
+        wanted = handle or LEGACY_DEFAULT
+        if all(wanted != (int(known.handle) or LEGACY_DEFAULT) for known in view.streams):
+            mine = view.streams[0]
             view.record_stream(mine.driver.stream_from_handle(mine.device, wanted))
 
 

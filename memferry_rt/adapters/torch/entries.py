@@ -24,14 +24,21 @@ class Held:
 
     Attributes
     ----------
-    entry : dict
-        The live one, as the user sees it.
+    states : mapping of Tensor to dict
+        ``optimizer.state``.
+    parameter : Tensor
     room : mapping of str to Tensor
         fp32, in the parameter's shape: where the state of these names lies, once there is some.
     """
 
-    entry: dict[str, Any]
+    states: Mapping[torch.Tensor, dict[str, Any]]
+    parameter: torch.Tensor
     room: Mapping[str, torch.Tensor]
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The live one, as the user sees it; made by looking, as in a class's own step."""
+        return self.states[self.parameter]
 
 
 class EntriesPatch(OptimizerPatch):
@@ -58,7 +65,7 @@ class EntriesPatch(OptimizerPatch):
 
     def count(self, parameter: nn.Parameter) -> Held:
         self._shown.add(parameter)
-        return Held(self.optimizer.state[parameter], self._own[parameter])
+        return Held(self.optimizer.state, parameter, self._own[parameter])
 
     def adopt_replaced(self) -> None:
         """See `OptimizerPatch`; what an entry lacks, the class makes in its next step."""

@@ -6,12 +6,15 @@ right, only more slowly.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import UnsupportedError
@@ -88,6 +91,7 @@ class ForwardScopes:
 
         @_not_compiled
         def before(module: nn.Module, args: Any) -> None:
+            _let_compiler_see_hooks()
             self.reset()
 
         self._handles.append(model.register_forward_pre_hook(before, prepend=True))
@@ -157,7 +161,30 @@ def scope_of(parameters: Iterable[nn.Parameter], home: dict[nn.Parameter, tuple[
     return Scope(places, tuple(dict.fromkeys(layer for _, layer, _ in places)))
 
 
+def _let_compiler_see_hooks() -> None:
+    """What was compiled for a module without hooks must not run for one of the same class that has ours.
+
+    It would read weights at home, and perhaps before they are new.  By default `torch.compile` does not look.
+    """
+    compiler: Any = sys.modules.get("torch._dynamo")  # not imported here: that takes seconds
+    if compiler is not None and compiler.config.skip_nnmodule_hook_guards:
+        compiler.config.skip_nnmodule_hook_guards = False
+        compiler.reset()
+
+
 def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """Keep `torch.compile` out of a hook.  What `torch.compiler.disable` sets, without importing the compiler."""
-    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return hook
+    """Keep `torch.compile` out of a hook and all that it calls, as `torch.compiler.disable` does.
+
+    Without importing the compiler, which takes seconds.
+    """
+
+    @functools.wraps(hook)
+    def alone(*args: Any) -> None:
+        before = set_eval_frame(None)
+        try:
+            hook(*args)
+        finally:
+            set_eval_frame(before)
+
+    alone._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return alone

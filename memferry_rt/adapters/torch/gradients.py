@@ -12,6 +12,7 @@ written to anew, a tensor object over it that somebody else holds gets memory of
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -232,22 +233,28 @@ class GradientFlow:
             with self._driver.launch(stream, writes=[piece.span], label=f"gradient of {slot.name}"):
                 segment.copy_(flat[first : first + segment.numel()])
             self._lane.wait(stream.record())
-            transfer = self._engine.copy(
-                Span(slot.span.ptr + piece.offset, piece.span.nbytes),
-                piece.span,
-                Direction.DEVICE_TO_HOST,
-                stream=self._lane,
-            )
-            self._ring.leaving(piece, transfer.event)
-            slot.leaving = self._last = transfer.event
+            left = functools.partial(self._ring.leaving, piece)
+            self._copy_home(slot, Span(slot.span.ptr + piece.offset, piece.span.nbytes), piece.span, left)
 
     def _deliver(self, slot: GradientSlot, stream: Stream) -> None:
         """Send a gradient that is at home on the device to where the CPU's update reads it."""
         slot.delivered = slot.home._version
         if slot.span.nbytes:
             self._lane.wait(stream.record())
-            transfer = self._engine.copy(slot.host_span, slot.span, Direction.DEVICE_TO_HOST, stream=self._lane)
-            slot.leaving = self._last = transfer.event
+            self._copy_home(slot, slot.host_span, slot.span)
+
+    def _copy_home(
+        self, slot: GradientSlot, home: Span, source: Span, left: Callable[[Event], None] = lambda event: None
+    ) -> None:
+        """Copy on the lane, and tell `left` its end; where that fails, a part of it may be under way."""
+        try:
+            end = self._engine.copy(home, source, Direction.DEVICE_TO_HOST, stream=self._lane).event
+        except BaseException:
+            slot.leaving = self._last = self._lane.record()
+            left(self._last)
+            raise
+        slot.leaving = self._last = end
+        left(end)
 
     def _segment(self, span: Span, dtype: torch.dtype) -> torch.Tensor:
         key = (*span, dtype)

@@ -75,7 +75,7 @@ def _agree(
         exponent = torch.randint(-38, 8 if dtype is not torch.float16 else 4, (elements,), generator=generator)
         gradient = (draw() * 10.0**exponent).to(dtype)
         update.run(gradient, settings, 0.7, weights[0], optimizer.state[plain], {})
-        run_alone(kernel, arithmetic, settings, Held(state, room), mine, gradient, weights[1], 0.7)
+        run_alone(kernel, arithmetic, settings, Held({plain: state}, plain, room), mine, gradient, weights[1], 0.7)
     pairs = [(plain.detach(), mine), (weights[0], weights[1])]
     pairs += [(value, state[key]) for key, value in optimizer.state[plain].items()]
     return all(torch.equal(_bits(one), _bits(other)) for one, other in pairs)

@@ -75,7 +75,7 @@ class Training(Protocol):
     """Somebody who trains."""
 
     def step(self, number: int) -> StepResult:
-        """Make a step and wait until the device has done it."""
+        """Make a step and wait for its losses; what is left of its update shows in the time of the next."""
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Copies of the fp32 parameters by name, on the CPU."""

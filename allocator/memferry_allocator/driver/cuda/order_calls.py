@@ -6,7 +6,7 @@ import weakref
 
 from cuda.bindings import driver as cu
 
-from ...errors import DriverError
+from ...errors import DriverError, UnsupportedError
 from ..handles import Event, Stream, recordings_so_far
 from .core import CLOSED, CudaCore
 from .errors import NOT_READY, SUCCESS
@@ -42,6 +42,11 @@ class OrderCalls(CudaCore):
         return Stream(self, device, handle, owned=True)
 
     def stream_from_handle(self, device: int, handle: int) -> Stream:
+        if handle == _PER_THREAD:
+            raise UnsupportedError(
+                "stream_from_handle: the per-thread default stream is another one in every thread; pass a created "
+                "stream"
+            )
         self._context(device)
         return Stream(self, device, int(handle), owned=False)
 
@@ -81,8 +86,7 @@ class OrderCalls(CudaCore):
         code = self._answer(stream.device, self._library.cuStreamSynchronize, handle)
         if code != SUCCESS:
             raise self._error(stream.device, code, "stream_synchronize")
-        if handle != _PER_THREAD:
-            stream.over(number)
+        stream.over(number)
 
     def stream_query(self, stream: Stream) -> bool:
         handle = self._stream(stream)
@@ -124,19 +128,24 @@ class OrderCalls(CudaCore):
     def event_record(self, event: Event, stream: Stream) -> None:
         handle, other = self._stream(stream), self._event(event)
         # One recording at a time on a stream, so that the sequence is the stream's own order.
-        with stream.recording:
-            code = self._answer(stream.device, self._library.cuEventRecord, other, handle)
-            if code != SUCCESS:
-                raise self._error(stream.device, code, "event_record")
-            status = self._answers.status
-            if handle in _LEGACY:
-                status[0] = 0
-            elif self._library.cuStreamIsCapturing(handle, status) != SUCCESS:  # it wants a context
-                status[0] = self.is_capturing(stream)
-            if status[0]:
-                event.captured()
-            else:
-                event.recorded_on(stream)
+        recordings, status = stream.recordings, self._answers.status
+        with recordings.lock:
+            while True:
+                last = recordings.last
+                code = self._answer(stream.device, self._library.cuEventRecord, other, handle)
+                if code != SUCCESS:
+                    raise self._error(stream.device, code, "event_record")
+                if handle in _LEGACY:
+                    captured = False
+                elif self._library.cuStreamIsCapturing(handle, status) == SUCCESS:
+                    captured = status[0] != 0
+                else:  # it wants a context
+                    captured = self.is_capturing(stream)
+                if captured:
+                    event.captured()
+                    return
+                if event.recorded_on(stream, last):
+                    return
 
     def event_query(self, event: Event) -> bool:
         handle = self._event(event)

@@ -81,10 +81,13 @@ class OrderCalls(EmulatedCore):
                 recorded.capture = state.capture
                 event.captured()
                 return
-            recorded.work = self._engine.enqueue(state, None, ())
-            recorded.clock = state.clock
-            recorded.capture = None
-            event.recorded_on(stream)
+            noted = False
+            while not noted:
+                last = stream.recordings.last
+                recorded.work = self._engine.enqueue(state, None, ())
+                recorded.clock = state.clock
+                recorded.capture = None
+                noted = event.recorded_on(stream, last)
 
     def event_query(self, event: Event) -> bool:
         with self._lock:
