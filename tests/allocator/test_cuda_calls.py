@@ -130,7 +130,7 @@ def test_several_calls_make_the_context_current_once(
             pass
     assert pushed == [CONTEXT]
     assert library.contexts == []
-    assert driver._answers.held == -1
+    assert driver._answers.held is None
 
 
 def test_another_device_s_context_comes_between(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +216,66 @@ def test_a_finaliser_may_record_in_the_middle_of_a_recording(
     other.wait(order[0])
     other.wait(order[1])
     assert len(library.asked("cuStreamWaitEvent")) == 2
+
+
+def test_a_stream_is_closed_between_recordings_of_other_threads_and_not_in_one(
+    driver: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver crashes if it is given a stream that is gone."""
+    gone: list[int] = []
+    recording, closing = threading.Event(), threading.Event()
+
+    def record(event: int, on: int) -> int:
+        if not recording.is_set():
+            recording.set()
+            closing.wait(0.2)  # closing comes to its end here, unless it waits for this recording
+        assert on not in gone
+        return 0
+
+    def closed() -> None:
+        recording.wait(60)
+        stream.close()
+        closing.set()
+
+    monkeypatch.setattr(cu, "cuStreamCreateWithPriority", lambda flags, priority: (*OK, 40))
+    monkeypatch.setattr(cu, "cuStreamSynchronize", lambda handle: OK)
+    monkeypatch.setattr(cu, "cuStreamDestroy", lambda handle: (gone.append(handle), OK)[1])
+    monkeypatch.setattr(library, "cuEventRecord", record, raising=False)
+    stream, event = driver.create_stream(0), driver.create_event(0)
+    closer = threading.Thread(target=closed)
+    closer.start()
+    stream.record(event)
+    closer.join()
+    assert gone == [40]
+    with refused("INVALID_HANDLE"):
+        stream.record(event)
+
+
+def test_memory_is_found_on_its_device_without_the_bindings(
+    driver: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some versions of the bindings answer 0 for every device."""
+    attribute = cu.CUpointer_attribute
+    answers = {
+        attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE: cu.CUmemorytype.CU_MEMORYTYPE_DEVICE,
+        attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE: 0,
+        attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: 0,
+    }
+
+    def ask(answer: Any, wanted: int, ptr: int) -> int:
+        assert (wanted, ptr) == (int(attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL), 1 << 20)
+        answer[0] = 3
+        return 0
+
+    monkeypatch.setattr(cu, "cuPointerGetAttribute", lambda wanted, ptr: (*OK, answers[wanted]))
+    monkeypatch.setattr(library, "cuPointerGetAttribute", ask, raising=False)
+    assert driver.device_of(1 << 20) == 3
+
+
+def test_no_device_is_taken_for_the_one_whose_context_is_kept(driver: CudaDriver) -> None:
+    for device in (-1, 1):
+        with refused("INVALID_DEVICE"):
+            driver.memory_info(device)
 
 
 def test_a_wait_of_the_host_that_fails_is_none(driver: CudaDriver, library: Library) -> None:

@@ -97,9 +97,10 @@ def usable_stream(stream: object, driver: Driver, device: int, name: str) -> Str
 
 
 def captured(driver: Driver, stream: Stream) -> bool:
-    """Whether `stream` is being captured; one that is closed is not."""
+    """Whether `stream`, which another thread may close meanwhile, is being captured; one that is closed is not."""
     try:
-        return driver.is_capturing(stream)
+        with stream.recordings.lock:
+            return driver.is_capturing(stream)
     except DriverError as error:
         if error.code != CLOSED:
             raise

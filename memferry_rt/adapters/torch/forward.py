@@ -169,7 +169,7 @@ def _let_compiler_see_hooks() -> None:
     compiler: Any = sys.modules.get("torch._dynamo")  # not imported here: that takes seconds
     if compiler is not None and compiler.config.skip_nnmodule_hook_guards:
         compiler.config.skip_nnmodule_hook_guards = False
-        compiler.reset()
+        compiler.reset_code_caches()
 
 
 def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:

@@ -37,7 +37,7 @@ class Pushed:
         if code != SUCCESS:
             raise self._driver._error(self._device, code, "push context")
         answers = self._driver._answers
-        self._before, answers.held = answers.held, -1
+        self._before, answers.held = answers.held, None
 
     def __exit__(self, *_: object) -> None:
         answers = self._driver._answers

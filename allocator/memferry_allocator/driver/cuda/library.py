@@ -30,6 +30,7 @@ _ffi.cdef("""
     int cuEventSynchronize(uintptr_t event);
     int cuMemcpyAsync(uintptr_t dst, uintptr_t src, size_t nbytes, uintptr_t stream);
     int cuMemsetD8Async(uintptr_t dst, unsigned char value, size_t nbytes, uintptr_t stream);
+    int cuPointerGetAttribute(int *answer, int attribute, uintptr_t ptr);
 """)
 
 
@@ -40,7 +41,8 @@ class Answers(threading.local):
         self.context = _ffi.new("uintptr_t *")
         self.status = _ffi.new("int *")
         self.mode = _ffi.new("int *")
-        self.held = -1  # the device whose context `Held` keeps current
+        self.number = _ffi.new("int *")
+        self.held: int | None = None  # the device whose context `Held` keeps current
 
 
 @cache

@@ -13,6 +13,7 @@ from .core import CudaCore
 from .errors import OUT_OF_MEMORY, SUCCESS, require_size
 
 _ATTRIBUTE = cu.CUpointer_attribute
+_ORDINAL = int(_ATTRIBUTE.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
 _HOST, _DEVICE = (int(kind) for kind in (cu.CUmemorytype.CU_MEMORYTYPE_HOST, cu.CUmemorytype.CU_MEMORYTYPE_DEVICE))
 _PORTABLE_MAPPED, _READ_ONLY = 1 | 2, 8
 _LARGEST = 1 << 60  # beyond, the driver's own size arithmetic comes near its end
@@ -92,8 +93,12 @@ class MemoryCalls(CudaCore):
             pool = cu.cuPointerGetAttribute(_ATTRIBUTE.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, ptr)
             if int(pool[0]) == SUCCESS and int(pool[1]):
                 return None
-            result = cu.cuPointerGetAttribute(_ATTRIBUTE.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, ptr)
-            return int(self._check(self._some(), "device_of", result))
+            # Not by the bindings: some of their versions answer 0 for every device.
+            answer = self._answers.number
+            code = self._library.cuPointerGetAttribute(answer, _ORDINAL, ptr)
+            if code != SUCCESS:
+                raise self._error(self._some(), code, "device_of")
+            return int(answer[0])
 
     def host_device_pointer(self, address: int, device: int) -> int:
         with self._on(device):

@@ -64,7 +64,7 @@ class OrderCalls(CudaCore):
         if not lost:  # first: whoever finds a stream closed takes its work for done
             with self._on(stream.device):
                 self._check(stream.device, "synchronize", cu.cuStreamSynchronize(handle))
-        with self._lock:
+        with stream.recordings.lock, self._lock:  # a pool of another thread may be recording on it
             if stream.handle is CLOSED:  # by another thread, meanwhile
                 return
             object.__setattr__(stream, "handle", CLOSED)
@@ -126,10 +126,12 @@ class OrderCalls(CudaCore):
         return event
 
     def event_record(self, event: Event, stream: Stream) -> None:
-        handle, other = self._stream(stream), self._event(event)
+        self._stream(stream)
+        other = self._event(event)
         # One recording at a time on a stream, so that the sequence is the stream's own order.
         recordings, status = stream.recordings, self._answers.status
         with recordings.lock:
+            handle = self._stream(stream)  # nobody closes it from here on
             while True:
                 last = recordings.last
                 code = self._answer(stream.device, self._library.cuEventRecord, other, handle)
