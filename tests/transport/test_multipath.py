@@ -143,10 +143,25 @@ def test_a_busy_device_does_not_help_unless_named(make: Callable[..., Fleet]) ->
     assert used == ["direct", "via device 1", "via device 2"]  # the other direction is free
     other.stream.synchronize()
     other.engine.lane(IN).synchronize()
+    used = [str(way.path) for way in fleet.engine.copy(*fleet.ends(IN), IN, stream=fleet.stream).ways]
+    assert used == ["direct", "via device 2"]  # it has only just been used
+    other.clock.now += 0.5  # type: ignore[attr-defined]
     assert len(fleet.engine.copy(*fleet.ends(IN), IN, stream=fleet.stream).ways) == 3
     named = make(4000, driver, helpers=(1, 2))
     other.engine.copy(*other.ends(IN), IN, stream=other.stream)
     assert len(named.engine.copy(*named.ends(IN), IN, stream=named.stream).ways) == 3
+
+
+def test_devices_that_load_by_turns_do_not_help_one_another(make: Callable[..., Fleet]) -> None:
+    driver = slow_links(2)
+    fleets = [make(4000, driver, device=device) for device in range(2)]
+    ways = []
+    for _ in range(4):
+        for fleet in fleets:
+            transfer = fleet.engine.copy(*fleet.ends(IN), IN, stream=fleet.stream)
+            transfer.synchronize()
+            ways.append(len(transfer.ways))
+    assert ways == [2] + [0] * 7  # the first could not know
 
 
 def test_an_engine_that_is_closed_is_not_busy(make: Callable[..., Fleet]) -> None:
@@ -491,6 +506,9 @@ def test_threads_and_engines_share_helpers(seed: int) -> None:
         {"break_even_bytes": -1},
         {"max_helpers": -1},
         {"outstanding": 0},
+        {"helper_idle_s": -1.0},
+        {"helper_idle_s": "soon"},
+        {"helper_idle_s": float("nan")},
     ],
 )
 def test_options_are_checked(options: dict[str, Any]) -> None:

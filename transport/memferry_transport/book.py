@@ -16,6 +16,8 @@ class HasLanes(Protocol):
 
     def lane(self, direction: Direction) -> Stream: ...
 
+    def idle_for(self, direction: Direction) -> float: ...
+
 
 _lock = threading.Lock()
 _engines: WeakKeyDictionary[Driver, WeakSet[HasLanes]] = WeakKeyDictionary()
@@ -32,13 +34,13 @@ def leave(driver: Driver, engine: HasLanes) -> None:
         _engines.get(driver, WeakSet()).discard(engine)
 
 
-def is_busy(driver: Driver, device: int, direction: Direction) -> bool:
-    """Whether any engine of this process has direct copies of `direction` under way on `device`."""
+def is_busy(driver: Driver, device: int, direction: Direction, idle_s: float) -> bool:
+    """Whether an engine of this process copies in `direction` on `device`, or has within the last `idle_s` seconds."""
     with _lock:
         asked = [engine for engine in _engines.get(driver, ()) if engine.device == device]
     for engine in asked:
         try:
-            if not engine.lane(direction).query():
+            if engine.idle_for(direction) < idle_s or not engine.lane(direction).query():
                 return True
         except DriverError:  # captured, lost, or closed a moment ago
             return True

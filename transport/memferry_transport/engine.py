@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ class Lane:
     threshold: float
     queue: SharedQueue
     moved: int = 0
+    used: float = -math.inf  # when it was asked to carry something last
 
 
 class TransferEngine:
@@ -56,7 +58,7 @@ class TransferEngine:
         What the ways of this machine cost.  Without it, and without helpers named in the options, every transfer
         is a plain copy.
     clock : callable
-        Seconds; for how long a failing way is left alone.
+        Seconds: for how long a failing way is left alone, and since when others may borrow this device's link.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class TransferEngine:
         self.driver = driver
         self.device = device
         self.options = options or TransferOptions()
+        self._clock = clock
         self._health = Health(clock)
         self._planner = Planner(driver, device, self.options, calibration, self._health)
         self._require_helpers()
@@ -100,6 +103,10 @@ class TransferEngine:
     def lane(self, direction: Direction) -> Stream:
         """The stream that carries a direction; a transfer asked for on it needs no events around it."""
         return (self._inward if direction is IN else self._outward).stream
+
+    def idle_for(self, direction: Direction) -> float:
+        """Seconds since a copy of a direction was asked for; infinite before the first."""
+        return self._clock() - (self._inward if direction is IN else self._outward).used
 
     @property
     def bytes_moved(self) -> dict[Direction, int]:
@@ -169,6 +176,7 @@ class TransferEngine:
             pieces += host_pieces(self._registered, dst, src, direction)
             nbytes += dst.nbytes
         with self._lock:
+            lane.used = self._clock()
             if nbytes >= lane.threshold:
                 transfer = self._copy_over_several(pieces, nbytes, lane, stream)
                 if transfer is not None:

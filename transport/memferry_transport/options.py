@@ -9,6 +9,7 @@ from .errors import InvalidTransferError
 
 SLICE_BYTES = 8 << 20
 MAX_HELPERS = 6
+HELPER_IDLE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class TransferOptions:
     ----------
     helpers : "auto" or tuple of int
         Devices whose host links may be used beside the engine's own.  ``"auto"`` takes those that the calibration
-        knows, the fastest first, as long as they load or unload nothing themselves; without a calibration, none.
+        knows, the fastest first, as long as they load or unload nothing themselves (see `helper_idle_s`); without
+        a calibration, none.
         Devices named in a tuple are used even while they are busy.
     slice_bytes : int, optional
         Of what goes over a helper; None: what the calibration was measured with, else 8 MiB.
@@ -37,6 +39,10 @@ class TransferOptions:
         Of ``"auto"``.
     outstanding : int
         Slices under way at once on each way of ``"queue"``.
+    helper_idle_s : float
+        How long an engine of this process must not have copied in the same direction on a device before ``"auto"``
+        borrows its link.  What is borrowed is submitted at once and cannot be taken back: two devices that load by
+        turns would hold one another up.
     """
 
     helpers: Literal["auto"] | tuple[int, ...] = "auto"
@@ -47,6 +53,7 @@ class TransferOptions:
     break_even_bytes: int | None = None
     max_helpers: int = MAX_HELPERS
     outstanding: int = 2
+    helper_idle_s: float = HELPER_IDLE_S
 
     def __post_init__(self) -> None:
         helpers = self.helpers
@@ -58,6 +65,10 @@ class TransferOptions:
             raise InvalidTransferError(f"mode: {self.mode!r} is neither 'quota' nor 'queue'")
         if not isinstance(self.adaptive, bool):
             raise InvalidTransferError(f"adaptive: {self.adaptive!r} is neither True nor False")
+        if isinstance(self.helper_idle_s, bool) or not isinstance(self.helper_idle_s, (int, float)):
+            raise InvalidTransferError(f"helper_idle_s: {self.helper_idle_s!r} is not a number of seconds")
+        if not self.helper_idle_s >= 0:
+            raise InvalidTransferError(f"helper_idle_s: {self.helper_idle_s!r} is not zero seconds or more")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if not (_whole(value, least) or (value is None and name in _OPTIONAL)):

@@ -90,8 +90,7 @@ class Planner:
         relays = [
             path
             for path in self.paths(direction)[1:]
-            if self._health.usable(path)
-            and not (self._options.helpers == "auto" and book.is_busy(self._driver, path.helper or 0, direction))
+            if self._health.usable(path) and not self._is_busy(path, direction)
         ]
         paths = [*([self._direct] if self._health.usable(self._direct) or not relays else []), *relays]
         worth = worthwhile([self.cost(path, direction) for path in paths])
@@ -105,7 +104,7 @@ class Planner:
         left, own, direct : int
             As for `worth_pulling`.
         """
-        if self._options.helpers == "auto" and book.is_busy(self._driver, path.helper or 0, direction):
+        if self._is_busy(path, direction):
             return False
         costs = self.cost(path, direction), self.cost(self._direct, direction)
         return worth_pulling(left, own, direct, self.slice_bytes, *costs)
@@ -119,6 +118,12 @@ class Planner:
             quotas = shift(quotas, self.adaptive.shifts(key), self.slice_bytes)
         shares = zip(ways, quotas, costs, strict=True)
         return Plan(key, tuple(Share(path, quota, cost.seconds(quota)) for path, quota, cost in shares))
+
+    def _is_busy(self, path: Path, direction: Direction) -> bool:
+        """Whether a helper that nobody has named needs its link itself."""
+        if self._options.helpers != "auto":
+            return False
+        return book.is_busy(self._driver, path.helper or 0, direction, self._options.helper_idle_s)
 
     def _rank(self, direction: Direction) -> tuple[int, ...]:
         """The helpers of a direction, the fastest first."""
