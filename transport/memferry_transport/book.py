@@ -35,7 +35,7 @@ def leave(driver: Driver, engine: HasLanes) -> None:
 
 
 def is_busy(driver: Driver, device: int, direction: Direction, idle_s: float) -> bool:
-    """Whether an engine of this process copies in `direction` on `device`, or has within the last `idle_s` seconds."""
+    """Whether an engine of this process copies in `direction` on `device`, or has in the last `idle_s` seconds."""
     with _lock:
         asked = [engine for engine in _engines.get(driver, ()) if engine.device == device]
     for engine in asked:
