@@ -4,6 +4,8 @@ VENV ?= .venv
 RUN := $(VENV)/bin/
 READY := $(VENV)/.ready
 TESTS ?= tests
+# Processes that the tests run in.
+JOBS ?= 2
 
 .PHONY: demo test test-all test-gpu lint bench bench-allocator bench-interop bench-optimizer bench-pipeline bench-bandwidth \
   clean
@@ -12,10 +14,10 @@ demo: $(READY)  ## the main job: train a small language model through a third of
 	$(RUN)memferry train --preset tiny --steps 12 --verify
 
 test: $(READY)  ## what every change must pass; at most 10 minutes on 2 cores
-	$(RUN)python -m pytest $(TESTS) -q -m "not gpu and not slow"
+	$(RUN)python -m pytest $(TESTS) -q -n $(JOBS) -m "not gpu and not slow"
 
 test-all: $(READY)  ## the same and what takes longer
-	$(RUN)python -m pytest $(TESTS) -q -m "not gpu"
+	$(RUN)python -m pytest $(TESTS) -q -n $(JOBS) -m "not gpu"
 
 test-gpu:  ## needs a CUDA device, and a Python with torch for it: make test-gpu VENV=path
 	$(RUN)python -m pytest $(TESTS) -q -m "gpu"
