@@ -16,7 +16,7 @@ from memferry_tools.bandwidth import job
 from memferry_tools.bandwidth.document import SCHEMA
 from memferry_tools.bandwidth.options import EMULATED, FULL, QUICK, BandwidthOptions
 from memferry_transport import Edge, Fault, FaultKind, FaultyDriver
-from memferry_transport.calibration_file import calibration_path
+from memferry_transport.calibration import calibration_path
 from memferry_transport.measure import CASES, Bench, Matrix, hold
 from memferry_transport.topology import loads
 

@@ -20,7 +20,7 @@ from memferry_transport import (
     TransferOptions,
     TransferStatus,
 )
-from memferry_transport.delegating import DelegatingDriver
+from memferry_transport.faults import DelegatingDriver
 
 from ..allocator.machine import Bytes, Machine, address, pattern
 

@@ -29,9 +29,8 @@ from memferry_transport import (
     TransferFailedError,
     TransferStatus,
 )
-from memferry_transport.delegating import DelegatingDriver
-from memferry_transport.health import Health
-from memferry_transport.verify import arrives
+from memferry_transport.faults import DelegatingDriver
+from memferry_transport.health import Health, arrives
 
 from ..allocator.machine import address, pattern, refused
 from .fleet import IN, OUT, Clock, Crying, Fleet, Losing, slow_links

@@ -24,14 +24,8 @@ from memferry_transport import (
     Path,
     TransferEngine,
 )
-from memferry_transport.calibration_file import (
-    calibration_path,
-    from_json,
-    load_calibration,
-    save_calibration,
-    to_json,
-)
-from memferry_transport.explain import explain
+from memferry_transport.calibration import calibration_path, explain, load_calibration, save_calibration
+from memferry_transport.calibration.file import from_json, to_json
 from memferry_transport.measure import NEVER, CorruptedError, MeasureOptions, calibrate, calibrate_on
 from memferry_transport.measure.fit import fit_cost
 from memferry_transport.measure.ways import ends

@@ -11,7 +11,7 @@ from .errors import (
     TransferFailedError,
     TransportError,
 )
-from .faulty import Fault, FaultKind, FaultyDriver
+from .faults import Fault, FaultKind, FaultyDriver
 from .health import Edge, HealthReport
 from .options import TransferOptions
 from .paths import Path

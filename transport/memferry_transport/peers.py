@@ -8,12 +8,11 @@ from memferry_allocator import DeviceLostError, Driver, DriverError, Event, Host
 
 from .carriers import Carrier, DirectLink, Relay
 from .errors import InvalidTransferError
-from .health import Edge, Health
+from .health import Edge, Health, allow_peer_access, arrives
 from .paths import Path
 from .pieces import Piece, require_apart, require_same_size
 from .runs import Run
 from .transfer import Transfer
-from .verify import allow_peer_access, arrives
 
 
 class Peers:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from memferry_allocator import DeviceLostError, Direction, Driver, DriverError
 
 from .carriers import Relay, device_relay
-from .health import Edge, Health
+from .health import Edge, Health, allow_peer_access, arrives
 from .paths import Path
-from .verify import allow_peer_access, arrives
 
 
 class Relays:

@@ -10,7 +10,7 @@ from typing import Any
 
 from memferry_allocator import Driver
 from memferry_transport import Calibration
-from memferry_transport.calibration_file import to_json
+from memferry_transport.calibration.file import to_json
 from memferry_transport.measure import CaseResult, MeasureOptions, has_virtual_clock
 from memferry_transport.topology import Topology, dumps
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from memferry_allocator import DeviceLostError, Driver, DriverError, EmulatedOptions, format_size, open_driver
 from memferry_transport import Calibration
-from memferry_transport.calibration_file import calibration_path, load_calibration, save_calibration
-from memferry_transport.explain import explain
+from memferry_transport.calibration import calibration_path, explain, load_calibration, save_calibration
 from memferry_transport.measure import (
     CASES,
     Bench,

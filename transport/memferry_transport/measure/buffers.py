@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from memferry_allocator import ArenaOptions, Driver, HostArena, Span, Stream
 
-from ..verify import allow_peer_access
+from ..health import allow_peer_access
 from .errors import CorruptedError
 
 Bytes = npt.NDArray[np.uint8]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .paths import Path
+from ..paths import Path
 
 ERRORS, WITHIN_S = 3, 10.0  # so many errors in so many seconds ...
 FIRST_BACK_OFF_S = 30.0  # ... and the way is left alone for so long, then twice as long, and so on

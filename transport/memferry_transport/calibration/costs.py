@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from memferry_allocator import Direction
 
-from .cost import LinearCost
-from .paths import Path
+from ..cost import LinearCost
+from ..paths import Path
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from enum import Enum
 from memferry_allocator import DeviceLostError, Driver, DriverError, Stream
 from memferry_allocator.driver import require_stream
 
+from ..health import Edge
 from .delegating import DelegatingDriver
-from .health import Edge
 
 SPOILT = 16  # bytes that a corrupted copy gets wrong, or all of a shorter one
 _VALUE = 0xA5

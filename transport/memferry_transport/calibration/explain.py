@@ -6,7 +6,7 @@ from statistics import median
 
 from memferry_allocator import format_size
 
-from .calibration import Calibration, Measured
+from .costs import Calibration, Measured
 
 _NEVER = 1 << 60
 

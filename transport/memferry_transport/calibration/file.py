@@ -12,10 +12,10 @@ from typing import Any
 
 from memferry_allocator import Direction
 
-from .calibration import Calibration, Measured
-from .cost import LinearCost
-from .errors import CalibrationError
-from .paths import Path as Way
+from ..cost import LinearCost
+from ..errors import CalibrationError
+from ..paths import Path as Way
+from .costs import Calibration, Measured
 
 SCHEMA = "memferry.calibration"
 SCHEMA_VERSION = 1

@@ -1,0 +1,6 @@
+"""Drivers that go wrong when told to."""
+
+from .delegating import DelegatingDriver
+from .faulty import Fault, FaultKind, FaultyDriver
+
+__all__ = ["DelegatingDriver", "Fault", "FaultKind", "FaultyDriver"]
