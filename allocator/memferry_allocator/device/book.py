@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
+from ..driver import Stream
 from .requests import block_size, refuse_pointer, whole_number
+from .resource import MemoryResource
 
 T = TypeVar("T")
 
@@ -57,3 +59,19 @@ class Book(Generic[T]):
                 self._live[address] = found
             refuse_pointer(self.name, address, nbytes)
         return address, *found
+
+    def give_back(
+        self, upstream: MemoryResource, ptr: int, nbytes: int, *, stream: Stream
+    ) -> tuple[int, int, T] | None:
+        """Strike an allocation and give it back to `upstream`; it stays in the book if that refuses.
+
+        Returns and raises what `strike` does, and raises what `upstream` does.
+        """
+        known = self.strike(ptr, nbytes)
+        try:
+            upstream.deallocate(ptr, nbytes, stream=stream)
+        except BaseException:
+            if known is not None:
+                self.enter(*known)
+            raise
+        return known

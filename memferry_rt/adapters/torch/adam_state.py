@@ -84,16 +84,7 @@ class AdamPatch(OptimizerPatch):
         """Whether ``optimizer.state`` has the runtime's own tensors for all of a layer."""
         return not any(parameter in self._own and self._replaced(parameter) for parameter in layer.parameters)
 
-    def adopt_replaced(self) -> None:
-        """See `OptimizerPatch`; an entry that is missing or empty is the state before the first step."""
-        replaced = [parameter for parameter in self._own if self._replaced(parameter)]
-        if not replaced:
-            return
-        self._settle()
-        state = self.optimizer.state
-        entries = [(parameter, state.get(parameter, {})) for parameter in replaced]
-        for parameter, entry in entries:
-            self._check_shapes(parameter, entry, "optimizer.state")
+    def _adopt_entries(self, entries: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
         self._adopt_all([(parameter, entry, entry) for parameter, entry in entries])
 
     def _replaced(self, parameter: nn.Parameter) -> bool:

@@ -67,17 +67,8 @@ class EntriesPatch(OptimizerPatch):
         self._shown.add(parameter)
         return Held(self.optimizer.state, parameter, self._own[parameter])
 
-    def adopt_replaced(self) -> None:
-        """See `OptimizerPatch`; what an entry lacks, the class makes in its next step."""
-        replaced = [parameter for parameter in self._own if self._replaced(parameter)]
-        if not replaced:
-            return
-        self._settle()
-        state = self.optimizer.state
-        entries = [(parameter, state.get(parameter, {})) for parameter in replaced]
-        for parameter, entry in entries:
-            self._check_shapes(parameter, entry, "optimizer.state")
-        self._adopt_all([(parameter, entry) for parameter, entry in entries])
+    def _adopt_entries(self, entries: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+        self._adopt_all(entries)
 
     def _replaced(self, parameter: nn.Parameter) -> bool:
         entry, shown = self.optimizer.state.get(parameter, {}), parameter in self._shown

@@ -88,10 +88,6 @@ class OptimizerPatch(abc.ABC):
         """Take a parameter's part in the step that is being made: what its update needs beside the settings."""
 
     @abc.abstractmethod
-    def adopt_replaced(self) -> None:
-        """Take over what the user has put into ``optimizer.state`` in place of the runtime's own tensors."""
-
-    @abc.abstractmethod
     def open_state(self, parameter: nn.Parameter) -> OptimizerState:
         """A parameter's live state, where it is at home."""
 
@@ -111,7 +107,30 @@ class OptimizerPatch(abc.ABC):
     def _hand_back(self, parameter: nn.Parameter, own: dict[str, torch.Tensor]) -> None:
         """Make a parameter's state that of a plain optimizer."""
 
+    @abc.abstractmethod
+    def _replaced(self, parameter: nn.Parameter) -> bool:
+        """Whether ``optimizer.state`` has something else in place of the runtime's own tensors."""
+
+    @abc.abstractmethod
+    def _check_shapes(self, parameter: nn.Parameter, entry: dict[str, Any], what: str) -> None:
+        """Refuse an entry that does not fit its parameter."""
+
+    @abc.abstractmethod
+    def _adopt_entries(self, entries: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+        """Make entries of ``optimizer.state`` live; what is missing in them is as before the first step."""
+
     # -- what the runtime needs -----------------------------------------------------------------------
+    def adopt_replaced(self) -> None:
+        """Take over what the user has put into ``optimizer.state`` in place of the runtime's own tensors."""
+        replaced = [parameter for parameter in self._own if self._replaced(parameter)]
+        if not replaced:
+            return
+        self._settle()
+        entries = [(parameter, self.optimizer.state.get(parameter, {})) for parameter in replaced]
+        for parameter, entry in entries:
+            self._check_shapes(parameter, entry, "optimizer.state")
+        self._adopt_entries(entries)
+
     def settings(self) -> list[Any]:
         """Every group's settings as they are now.
 

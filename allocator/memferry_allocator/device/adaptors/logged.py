@@ -60,13 +60,7 @@ class LoggedMemory(Adaptor):
 
     def deallocate(self, ptr: int, nbytes: int, *, stream: Stream) -> None:
         """See `MemoryResource.deallocate`."""
-        known = self._book.strike(ptr, nbytes)
-        try:
-            self.upstream.deallocate(ptr, nbytes, stream=stream)
-        except BaseException:
-            if known is not None:
-                self._book.enter(*known)
-            raise
+        known = self._book.give_back(self.upstream, ptr, nbytes, stream=stream)
         if known is not None:
             self._log(Action.FREE, known[2], known[0], operator.index(nbytes), stream)
 

@@ -95,13 +95,7 @@ class TrackedMemory(Adaptor):
 
     def deallocate(self, ptr: int, nbytes: int, *, stream: Stream) -> None:
         """See `MemoryResource.deallocate`."""
-        known = self._book.strike(ptr, nbytes)
-        try:
-            self.upstream.deallocate(ptr, nbytes, stream=stream)
-        except BaseException:
-            if known is not None:
-                self._book.enter(*known)
-            raise
+        self._book.give_back(self.upstream, ptr, nbytes, stream=stream)
 
     def _stack(self) -> traceback.StackSummary:
         if self.depth <= 0:
