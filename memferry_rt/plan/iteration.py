@@ -143,22 +143,16 @@ class _Builder:
         leaves = spec.gradient_nbytes
         if choice.gradient is GradientMode.INPLACE or choice.state is StateMode.RESIDENT:
             leaves = 0
-        held = min(leaves, self._shares.ring)
-        waits = [self._come(number, layer), *self._make_way(held)]
+        waits = [self._come(number, layer), *self._make_way(leaves)]
+        begun = self._graph.add("compute", f"begin {spec.name}", [], after=waits) if leaves else None
         needs = spec.backward_nbytes(choice.recompute)
         ends = spec.kept_nbytes(choice.recompute) + needs
         if layer == len(self._layers) - 1:
             ends += self._setting.workload.working_nbytes
-        through = [(Flow.COPY_OUT, (leaves - held) * self._part)]
-        kernel = self._kernel(number, layer, "B", work, waits, needs, ends, through)
+        kernel = self._kernel(number, layer, "B", work, waits, needs, ends)
         self._home[layer] = kernel
-        if held:
-            flows = [(Flow.COPY_OUT, held * self._part), (Flow.PEER, leaves * (1 - self._part))]
-            copy = self._graph.add(
-                "out", f"G {spec.name}", flows, after=[kernel], latency=self._machine.copy_latency
-            )
-            self._leaving.append((copy, held))
-            self._home[layer] = copy
+        if leaves:
+            self._home[layer] = self._leave(layer, leaves, begun, kernel)
         if self._spares[number] and choice.state is StateMode.CPU and spec.state_nbytes:
             self._spares[number] -= 1
             self._update_on_cpu(layer, early=True)
@@ -172,14 +166,12 @@ class _Builder:
         after: Sequence[int | None],
         takes: int,
         gives: int,
-        more: Sequence[tuple[Flow, float]] = (),
     ) -> int:
         flows = [
             (Flow.TIME, sum(each.seconds for each in work)),
             (Flow.READ, sum(each.read_nbytes for each in work)),
             (Flow.WRITE, sum(each.write_nbytes for each in work)),
             (Flow.COPY_IN, sum(each.panel_nbytes for each in work)),
-            *more,
         ]
         gives += self._schedule.released_after(number, layer)
         task = self._graph.add(
@@ -217,11 +209,25 @@ class _Builder:
         return task
 
     def _make_way(self, nbytes: int) -> list[int]:
-        """What must have left the ring before there is room for a gradient: the last of it, they go in turn."""
+        """What must have left the ring before a layer's gradients may follow: they go in turn."""
         waits: list[int] = []
-        while self._leaving and sum(held for _, held in self._leaving) + nbytes > self._shares.ring:
+        while nbytes and sum(held for _, held in self._leaving) > self._shares.ring:
             waits = [self._leaving.popleft()[0]]
         return waits
+
+    def _leave(self, layer: int, nbytes: int, begun: int | None, kernel: int) -> int:
+        """A layer's gradients go home, one parameter's while the next one's is made, the last at the end."""
+        spec, peers = self._layers[layer], nbytes * (1 - self._part)
+        tail = min(spec.largest_nbytes, self._shares.ring // 2, nbytes)
+        parts = [(nbytes - tail, begun, 0.0), (tail, kernel, peers)]
+        for size, after, gathered in parts:
+            if size:
+                flows = [(Flow.COPY_OUT, size * self._part), (Flow.PEER, gathered)]
+                task = self._graph.add(
+                    "out", f"G {spec.name}", flows, after=[after], latency=self._machine.copy_latency
+                )
+        self._leaving.append((task, nbytes))
+        return task
 
     # -- updates ------------------------------------------------------------------------------------------
     def _updates(self) -> None:
