@@ -71,17 +71,19 @@ class Search:
         return any(list(map(self._try, candidates)))
 
     def _seeds(self) -> Iterator[Knobs]:
-        start = self._composer.start()
-        share = self._balanced()
-        spares = self._spares()
-        direct = self._embeddings_direct(start)
-        for knobs in dict.fromkeys((start, direct, self._frugal(start))):
+        share, spares = self._balanced(), self._spares()
+        for knobs in self.simplest():
             yield knobs
             for pin in (False, True):
                 yield replace(knobs, share=share, pin=pin, states=len(knobs.weights) if pin else 0)
                 yield replace(knobs, pin=pin, spares=spares)
 
-    def _embeddings_direct(self, knobs: Knobs) -> Knobs:
+    def simplest(self) -> list[Knobs]:
+        """Where the search begins: weights streamed, but for embeddings, and but for what is large."""
+        start = self._composer.start()
+        return list(dict.fromkeys((start, self.embeddings_direct(start), self._frugal(start))))
+
+    def embeddings_direct(self, knobs: Knobs) -> Knobs:
         weights = list(knobs.weights)
         for number, layer in enumerate(self._workload.layers):
             if layer.kind.value == "embedding" and WeightMode.DHA in self._composer.allowed(number):
