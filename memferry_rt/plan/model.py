@@ -134,9 +134,9 @@ class Workload:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of names, shapes and dtype, in hexadecimal: what a plan must fit."""
-        made = [[layer.name, [list(shape) for shape in layer.shapes]] for layer in self.layers if layer.parameters]
-        return hashlib.sha256(json.dumps([self.dtype, made]).encode()).hexdigest()[:12]
+        """Of the dtype, names and sizes of parameters, in hexadecimal: what a plan must fit."""
+        made = [[layer.name, sorted(map(_numel, layer.shapes))] for layer in self.layers if layer.parameters]
+        return hashlib.sha256(json.dumps([self.dtype, sorted(made)]).encode()).hexdigest()[:12]
 
 
 def slab_sizes(name: str, shapes: Sequence[Shape], dtype: str) -> tuple[int, int, int, int]:

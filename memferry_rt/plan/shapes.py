@@ -7,7 +7,6 @@ to a whole iteration of llama-1b on an H200 (0.197 s with everything in device m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import PlanError
@@ -21,12 +20,15 @@ _KERNELS = 45  # of a block's forward in eager mode
 
 @dataclass(frozen=True)
 class Names:
-    """What layers are called: the table of tokens, blocks without their number, the last norm, the output."""
+    """What layers are called: the table of tokens, blocks without their number, the last norm, the output; and the
+    table of positions and the matrix before the output, where there are such."""
 
     embedding: str
     block: str
     norm: str
     head: str
+    positions: str = "positions"
+    dense: str = "dense"
 
 
 TRAIN = Names("embedding", "blocks", "norm", "head")  # of `memferry train`
@@ -78,6 +80,9 @@ class Dimensions:
         Whether the feed-forward part has a gate (three matrices in place of two).
     fused : bool
         Whether one matrix makes queries, keys and values.
+    types : int
+        Rows of the table of token types, in encoders like BERT: these have a matrix before the output too, and
+        what is small outside of blocks is one layer.
     biases : bool
         Whether matrices have biases, and norms two vectors.
     tied : bool
@@ -92,6 +97,7 @@ class Dimensions:
     vocabulary: int
     kv_width: int = 0
     positions: int = 0
+    types: int = 0
     gated: bool = True
     fused: bool = False
     biases: bool = False
@@ -131,33 +137,57 @@ def transformer(name: str, size: Dimensions, batch: Batch, names: Names = TRAIN)
         Those that the layers of this family have.
     """
     blocks = [_block(f"{names.block}.{number}", size, batch) for number in range(size.layers)]
-    norm = make_layer(
-        names.norm,
+    tables = [_embedding(names.embedding, size.vocabulary, size.hidden, batch)]
+    if size.positions:
+        tables.append(_embedding(names.positions, size.positions, size.hidden, batch))
+    last = [_norm(names.norm, size, batch)]
+    if size.types:
+        last.append(_dense(names.dense, size, batch))
+    layers = (*tables, *blocks, *last, _head(names, size, batch))
+    return Workload(name, layers, batch.dtype, batch.micro_batch, batch.sequence, _loss_nbytes(size, batch))
+
+
+def _norm(name: str, size: Dimensions, batch: Batch) -> LayerSpec:
+    shapes: list[Shape] = [(size.hidden,)] * (2 if size.biases else 1)
+    if size.types:
+        shapes = [(size.types, size.hidden), *[(size.hidden,)] * 4, (size.vocabulary,)]
+    return make_layer(
+        name,
         LayerKind.NORM,
-        [(size.hidden,)] * (2 if size.biases else 1),
+        shapes,
         batch.dtype,
         flops=0,
         traffic_nbytes=4 * batch.unit(size.hidden),
         kernels=2,
         activation_nbytes=batch.unit(size.hidden),
     )
-    tables = [(size.vocabulary, size.hidden)] + ([(size.positions, size.hidden)] if size.positions else [])
-    layers = (_embedding(names.embedding, tables, batch), *blocks, norm, _head(names, size, batch))
-    return Workload(name, layers, batch.dtype, batch.micro_batch, batch.sequence, _loss_nbytes(size, batch))
 
 
-def _embedding(name: str, tables: Sequence[tuple[int, int]], batch: Batch) -> LayerSpec:
-    unit = batch.unit(tables[0][1])
+def _dense(name: str, size: Dimensions, batch: Batch) -> LayerSpec:
+    return make_layer(
+        name,
+        LayerKind.LINEAR,
+        [(size.hidden, size.hidden), (size.hidden,)],
+        batch.dtype,
+        flops=2 * batch.tokens * size.hidden**2,
+        traffic_nbytes=6 * batch.unit(size.hidden),
+        kernels=3,
+        activation_nbytes=3 * batch.unit(size.hidden),
+    )
+
+
+def _embedding(name: str, rows: int, width: int, batch: Batch) -> LayerSpec:
+    unit = batch.unit(width)
     return make_layer(
         name,
         LayerKind.EMBEDDING,
-        tables,
+        [(rows, width)],
         batch.dtype,
         flops=0,
-        traffic_nbytes=2 * unit * len(tables),
-        kernels=2 * len(tables),
+        traffic_nbytes=2 * unit,
+        kernels=2,
         activation_nbytes=unit,
-        replay_nbytes=unit + max(rows * width for rows, width in tables) * ITEMSIZE[batch.dtype],
+        replay_nbytes=unit + rows * width * ITEMSIZE[batch.dtype],
     )
 
 
