@@ -11,6 +11,8 @@ from .model import Workload
 from .modes import GradientMode, LayerModes, StateMode, WeightMode
 from .options import PlanOptions
 
+PARTITION = 2 << 20  # bytes: what device memory is mapped by
+
 
 @dataclass(frozen=True)
 class Knobs:
@@ -21,8 +23,8 @@ class Knobs:
     weights : tuple of WeightMode
         Of each layer.
     gradients : tuple of GradientMode
-    pin : bool
-        Let all streamed weights stay on the device, if all of them fit.
+    pin : int
+        Layers of those that are streamed whose weights stay on the device, the first ones, if all of these fit.
     states : int
         Layers whose state is at home on the device, the first ones, as far as there is room.
     share : float
@@ -34,7 +36,7 @@ class Knobs:
 
     weights: tuple[WeightMode, ...]
     gradients: tuple[GradientMode, ...]
-    pin: bool = False
+    pin: int = 0
     states: int = 0
     share: float = 0.0
     kept: int = 0
@@ -94,7 +96,7 @@ class Composer:
             if given.state is not None:
                 layers[number] = replace(layers[number], state=given.state)
         if knobs.pin:
-            layers = self._pinned(layers)
+            layers = self._pinned(layers, knobs.pin)
         layers = self._with_states(layers, knobs.states)
         layers = self._with_updates(layers, knobs.share)
         choice = Choice(tuple(layers), knobs.spares)
@@ -108,14 +110,25 @@ class Composer:
     def _shares(self, layers: list[LayerChoice]) -> Shares:
         return share_device(self._workload, Choice(tuple(layers)), self._options.device_memory)
 
-    def _pinned(self, layers: list[LayerChoice]) -> list[LayerChoice]:
-        pinned = [
-            replace(each, weight=WeightMode.RESIDENT)
-            if each.weight is WeightMode.STREAM and given.weight is None and spec.parameters
-            else each
-            for each, given, spec in zip(layers, self._given, self._workload.layers, strict=True)
-        ]
+    def _pinned(self, layers: list[LayerChoice], count: int) -> list[LayerChoice]:
+        pinned = list(layers)
+        for number, spec in enumerate(self._workload.layers):
+            free = layers[number].weight is WeightMode.STREAM and self._given[number].weight is None
+            if count and free and spec.parameters:
+                pinned[number] = replace(layers[number], weight=WeightMode.RESIDENT)
+                count -= 1
         return pinned if self._shares(pinned).fits else layers
+
+    def at_home(self, choice: Choice) -> int:
+        """How many of the first layers could have weights and state on the device, with all others streamed."""
+        shares = share_device(self._workload, choice, self._options.device_memory)
+        room, count = shares.slabs + shares.pinned + shares.states - 2 * shares.least, 0
+        for spec in self._workload.layers:
+            room -= spec.weight_nbytes + state_nbytes(spec)
+            if room < 0:
+                break
+            count += 1
+        return count
 
     def _with_states(self, layers: list[LayerChoice], count: int) -> list[LayerChoice]:
         """Keep the state of layers on the device that keep their weights there."""
@@ -168,6 +181,3 @@ class Composer:
         if 0 < over < spec.weight_nbytes and slabs > 2 * spec.weight_nbytes:
             layers[number] = replace(layers[number], resident_nbytes=over)
         return replace(choice, layers=tuple(layers))
-
-
-PARTITION = 2 << 20  # bytes: what device memory is mapped by

@@ -31,12 +31,15 @@ class Setting:
     ----------
     early : bool
         Whether updates made during backward, into spare slabs, are used: clipping does not bite.
+    overlap : bool
+        Whether a forward begins as soon as its first layers are updated; else when all are.
     """
 
     workload: Workload
     costs: tuple[LayerCost, ...]
     machine: Machine
     early: bool = False
+    overlap: bool = True
 
 
 @dataclass
@@ -128,7 +131,10 @@ class _Builder:
         takes = spec.kept_nbytes(self._choices[layer].recompute)
         if layer == len(self._layers) - 1:
             takes += self._setting.workload.working_nbytes
-        self._kernel(2, layer, "F", [work], [loaded, self._update.get(self._owners[layer])], takes, 0)
+        waits = [loaded, self._update.get(self._owners[layer])]
+        if not self._setting.overlap and layer == 0:
+            waits += self._update.values()
+        self._kernel(2, layer, "F", [work], waits, takes, 0)
 
     def _backwards(self, number: int) -> None:
         for layer in range(len(self._layers) - 1, -1, -1):

@@ -35,6 +35,8 @@ class PlanOptions:
     state_modes : frozenset of StateMode
     partial : bool
         Whether the first partitions of streamed weights may stay on the device.
+    overlap : bool
+        Whether the next forward begins beside the update (``async_step``).
     evaluations : int
         Simulated choices, at the most.
 
@@ -54,6 +56,7 @@ class PlanOptions:
     weight_modes: frozenset[WeightMode] = frozenset(WeightMode)
     state_modes: frozenset[StateMode] = frozenset(StateMode)
     partial: bool = False
+    overlap: bool = True
     evaluations: int = 120
 
     def __post_init__(self) -> None:

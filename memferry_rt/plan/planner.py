@@ -58,14 +58,7 @@ def make_plan(
         Modes by hand name a layer that there is not, or a mode that a layer cannot have; or the profile is of
         another model.
     """
-    if profile is not None:
-        profile.check(dtype=workload.dtype, tokens=workload.tokens, shapes=_shapes(workload))
-    exact = options.numerics == "exact"
-    setting = Setting(workload, costs(workload, machine, profile, exact=exact), machine, options.early)
-    given = parse_modes(options.modes, [layer.name for layer in workload.layers])
-    _check_given(workload, setting.costs, given, exact)
-    _check_host(workload, options)
-    composer = Composer(workload, setting.costs, options, given)
+    setting, composer = _set_up(workload, options, machine, profile)
     evaluator = Evaluator(setting, options.device_memory)
     search = Search(evaluator, composer, options)
     search.run()
@@ -73,7 +66,7 @@ def make_plan(
         raise BudgetError(
             "device_memory",
             options.device_memory,
-            smallest_device_memory(workload, composer, search),
+            smallest_that_fits(workload, [composer.compose(knobs) for knobs in search.simplest()]),
             "what torch computes with, and the weights that must be there at once, take more",
         )
     baseline = evaluator(composer.compose(composer.start()))
@@ -85,10 +78,54 @@ def make_plan(
     return Planned(plan, setting, options, composer, evaluator, best, profile)
 
 
-def smallest_device_memory(workload: Workload, composer: Composer, search: Search) -> int:
-    """Bytes of the smallest device budget in which one of the simplest plans fits."""
+def plan_by_hand(
+    workload: Workload,
+    options: PlanOptions,
+    machine: Machine = H200,
+    profile: Profile | None = None,
+    choice: Choice | None = None,
+) -> Planned:
+    """The plan that a choice or modes by hand make, without a search.
+
+    Weights of which nothing is said are streamed, their gradients leave through the ring, and the CPU updates.
+
+    Raises
+    ------
+    BudgetError
+        It does not fit; the error names the smallest device budget that is enough for these modes.
+    PlanError
+        As for `make_plan`.
+    """
+    setting, composer = _set_up(workload, options, machine, profile)
+    choice = choice or composer.compose(composer.start())
+    evaluator = Evaluator(setting, options.device_memory)
+    outcome = evaluator(choice)
+    if outcome is None:
+        smallest = smallest_that_fits(workload, [choice])
+        raise BudgetError("device_memory", options.device_memory, smallest, "these modes need more")
+    plan = build_plan(setting, options, evaluator, outcome)
+    return Planned(plan, setting, options, composer, evaluator, outcome, profile)
+
+
+def _set_up(
+    workload: Workload, options: PlanOptions, machine: Machine, profile: Profile | None
+) -> tuple[Setting, Composer]:
+    """What every plan begins with, after everything that was given is found to be possible."""
+    if profile is not None:
+        profile.check(dtype=workload.dtype, tokens=workload.tokens, shapes=_shapes(workload))
+    exact = options.numerics == "exact"
+    setting = Setting(
+        workload, costs(workload, machine, profile, exact=exact), machine, options.early, options.overlap
+    )
+    given = parse_modes(options.modes, [layer.name for layer in workload.layers])
+    _check_given(workload, setting.costs, given, exact)
+    _check_host(workload, options)
+    return setting, Composer(workload, setting.costs, options, given)
+
+
+def smallest_that_fits(workload: Workload, choices: Sequence[Choice]) -> int:
+    """Bytes of the smallest device budget in which one of these fits, to a MiB."""
     low, high = 0, 1 << 50
-    choices = [composer.compose(knobs) for knobs in search.simplest()]
     while high - low > 1 << 20:
         middle = (low + high) // 2
         if any(share_device(workload, choice, middle).fits for choice in choices):

@@ -74,7 +74,8 @@ class Search:
         share, spares = self._balanced(), self._spares()
         for knobs in self.simplest():
             yield knobs
-            for pin in (False, True):
+            few = self._composer.at_home(self._composer.compose(knobs))
+            for pin in dict.fromkeys((0, few, len(knobs.weights))):
                 yield replace(knobs, share=share, pin=pin, states=len(knobs.weights) if pin else 0)
                 yield replace(knobs, pin=pin, spares=spares)
 
@@ -118,7 +119,7 @@ class Search:
             now = sum(each.state is StateMode.RESIDENT for each in self.best.choice.layers)
         for states in dict.fromkeys((count, now // 2, max(0, now - 2), 0)):
             yield replace(self.knobs, states=states)
-            yield replace(self.knobs, states=states, pin=True)
+            yield replace(self.knobs, states=states, pin=count)
 
     def _kept_values(self) -> Iterator[Knobs]:
         count = len(self._composer.optional)
