@@ -86,8 +86,9 @@ class Composer:
 
     def compose(self, knobs: Knobs) -> Choice:
         """The choice; it may not fit."""
+        weights = [given.weight or mode for given, mode in zip(self._given, knobs.weights, strict=True)]
         layers = [
-            LayerChoice(knobs.weights[number], self._gradient(number, knobs), recompute=bool(layer.recompute))
+            LayerChoice(weights[number], self._gradient(number, weights, knobs), recompute=bool(layer.recompute))
             for number, layer in enumerate(self._workload.layers)
         ]
         for place, number in enumerate(reversed(self.optional)):
@@ -102,9 +103,9 @@ class Composer:
         choice = Choice(tuple(layers), knobs.spares)
         return self._with_partial(choice) if self._options.partial else choice
 
-    def _gradient(self, number: int, knobs: Knobs) -> GradientMode:
-        mode = knobs.gradients[number]
-        able = self._costs[number].gradient_modes(knobs.weights[self._workload.owners[number]])
+    def _gradient(self, number: int, weights: list[WeightMode], knobs: Knobs) -> GradientMode:
+        mode = self._given[number].gradient or knobs.gradients[number]
+        able = self._costs[number].gradient_modes(weights[self._workload.owners[number]])
         return mode if mode in able else GradientMode.BUFFER
 
     def _shares(self, layers: list[LayerChoice]) -> Shares:

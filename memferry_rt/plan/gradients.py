@@ -10,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 SMALLEST_UNIT = 1 << 20
 MOST_UNITS = 4096
+Taken = NDArray[np.bool_]
 MOST_POINTS = 256  # of a front, in the version with time
 
 
@@ -90,21 +94,19 @@ def offload_gradients(
     need = max(0, -(-(total - limit) // unit))
     exposed = exposed or [0.0] * len(gradients)
     costs = [gradient.cost(out) for gradient, out in zip(gradients, exposed, strict=True)]
-    infinite = float("inf")
-    best = [0.0] + [infinite] * need
-    taken: list[list[bool]] = []
+    best = np.full(need + 1, np.inf)
+    best[0] = 0.0
+    places = np.arange(need + 1)
+    taken: list[Taken] = []
     for gradient, cost in zip(gradients, costs, strict=True):
+        row = np.zeros(need + 1, dtype=bool)
         frees = gradient.nbytes // unit
-        row = [False] * (need + 1)
         if cost is not None and frees:
-            following = list(best)
-            for freed in range(need, 0, -1):
-                with_it = best[max(0, freed - frees)] + cost
-                if with_it < best[freed]:
-                    following[freed], row[freed] = with_it, True
-            best = following
+            with_it = best[np.maximum(0, places - frees)] + cost
+            row[1:] = with_it[1:] < best[1:]
+            best = np.where(row, with_it, best)
         taken.append(row)
-    if best[need] == infinite:
+    if not np.isfinite(best[need]):
         return None
     chosen, freed = [False] * len(gradients), need
     for number in range(len(gradients) - 1, -1, -1):
@@ -112,7 +114,7 @@ def offload_gradients(
             chosen[number] = True
             freed = max(0, freed - gradients[number].nbytes // unit)
     stays = sum(gradient.nbytes for gradient, out in zip(gradients, chosen, strict=True) if not out)
-    return Offload(tuple(chosen), best[need], stays)
+    return Offload(tuple(chosen), float(best[need]), stays)
 
 
 @dataclass(frozen=True)

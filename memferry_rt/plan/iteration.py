@@ -97,6 +97,7 @@ class _Builder:
         ] = {}  # of each layer, the task that brings its gradient where the update reads it
         self._update: dict[int, int] = {}
         self._loads: dict[tuple[int, int], int] = {}  # by pass and the layer that owns the weights
+        self._streaming = False  # whether state has begun to stream in this update
         self._settled: int | None = None  # the task after which updates may begin
         self._leaving: deque[tuple[int, int]] = deque()  # gradients in the ring: the task that ends it, and bytes
         self._spares = [0, choice.spares, 0, choice.spares]  # by pass
@@ -263,7 +264,8 @@ class _Builder:
         there = self._choices[layer].weight is WeightMode.RESIDENT or self._schedule.stays(layer)
         into, out = update_nbytes(spec, weights=not there)
         latency = 2 * self._machine.copy_latency
-        if not any(queue == "state" for queue in self._graph.queues):
+        if not self._streaming:
+            self._streaming = True
             latency += self._shares.stream / 3 / self._machine.to_device  # the ring fills
         flows = [(Flow.COPY_IN, into * self._part), (Flow.COPY_OUT, out * self._part)]
         after = [self._home[layer], self._settled]

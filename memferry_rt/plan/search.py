@@ -59,7 +59,7 @@ class Search:
     # -- steps --------------------------------------------------------------------------------------------
     def _try(self, knobs: Knobs, *, gain: float = WORTHWHILE) -> bool:
         """Take knobs over if they are better by `gain`."""
-        if self.best is not None and self._evaluate.count >= self._options.evaluations:
+        if self.best is not None and self._exhausted:
             return False
         outcome = self._evaluate(self._composer.compose(knobs))
         if outcome is None or (self.best is not None and outcome.seconds >= self.best.seconds * (1 - gain)):
@@ -82,7 +82,8 @@ class Search:
     def simplest(self) -> list[Knobs]:
         """Where the search begins: weights streamed, but for embeddings, and but for what is large."""
         start = self._composer.start()
-        return list(dict.fromkeys((start, self.embeddings_direct(start), self._frugal(start))))
+        frugal = [self._frugal(start, mode) for mode in (WeightMode.DHA, WeightMode.RING)]
+        return list(dict.fromkeys((start, self.embeddings_direct(start), *frugal)))
 
     def embeddings_direct(self, knobs: Knobs) -> Knobs:
         weights = list(knobs.weights)
@@ -91,12 +92,12 @@ class Search:
                 weights[number] = WeightMode.DHA
         return replace(knobs, weights=tuple(weights))
 
-    def _frugal(self, knobs: Knobs) -> Knobs:
-        """Every layer that is larger than the smallest read in place, so that little device memory is enough."""
+    def _frugal(self, knobs: Knobs, mode: WeightMode) -> Knobs:
+        """Large layers read in place or through the ring, so that little device memory is enough."""
         sizes = [layer.weight_nbytes for layer in self._workload.layers if layer.parameters]
         weights = list(knobs.weights)
         for number, layer in enumerate(self._workload.layers):
-            able = [mode for mode in (WeightMode.RING, WeightMode.DHA) if mode in self._composer.allowed(number)]
+            able = [each for each in (mode, WeightMode.DHA) if each in self._composer.allowed(number)]
             if able and layer.weight_nbytes > sorted(sizes)[len(sizes) // 2]:
                 weights[number] = able[0]
         return replace(knobs, weights=tuple(weights))
@@ -161,9 +162,9 @@ class Search:
         beat."""
         wanted = RESERVES if self._options.reserve is None else (self._options.reserve,)
         for reserve in wanted:
+            if self._exhausted and self._options.reserve is None:
+                return
             knobs = self.with_reserve(reserve)
-            if knobs is None:
-                continue
             outcome = self._evaluate(self._composer.compose(knobs))
             if outcome is None:
                 continue
@@ -173,7 +174,7 @@ class Search:
             else:
                 self._try(knobs)
 
-    def with_reserve(self, reserve: float) -> Knobs | None:
+    def with_reserve(self, reserve: float) -> Knobs:
         """The best, with gradients written in place until no more than this share of them is on the device."""
         assert self.best is not None
         layers = self.best.choice.layers
@@ -196,6 +197,10 @@ class Search:
         return replace(self.knobs, gradients=tuple(modes))
 
     # -- limits -------------------------------------------------------------------------------------------
+    @property
+    def _exhausted(self) -> bool:
+        return self._evaluate.count >= self._options.evaluations
+
     def _balanced(self) -> float:
         """The device's share of the updates at which it and the CPU end together."""
         machine = self._evaluate.setting.machine

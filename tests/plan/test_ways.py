@@ -24,7 +24,7 @@ def a_step(draw: st.DrawFn) -> Step:
 steps = st.lists(a_step(), min_size=1, max_size=6)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(steps)
 def test_the_best_is_that_of_all_combinations(steps: list[Step]) -> None:
     best = best_ways(steps)[0]
