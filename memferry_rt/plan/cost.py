@@ -216,9 +216,8 @@ class _Pricing:
         """Of host memory, for one forward or backward that reads the weights there."""
         layer = self._layer
         if layer.kind is LayerKind.EMBEDDING:
-            rows = self._tokens * len(layer.shapes)
             row = -(-layer.shapes[0][-1] * self._itemsize // LINE) * LINE
-            return float(min(rows * row, self._nbytes))
+            return float(min(self._tokens * row, self._nbytes))
         if layer.kind is LayerKind.NORM:
             return self._nbytes * max(1.0, NORM_READS * self._tokens)
         return self._nbytes * max(1.0, self._tokens / self._machine.read_again_tokens)

@@ -7,12 +7,16 @@ to a whole iteration of llama-1b on an H200 (0.197 s with everything in device m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..errors import PlanError
-from .model import ITEMSIZE, LayerSpec, Shape, Workload, make_layer
+from .model import ITEMSIZE, LayerSpec, Shape, Workload, make_layer, slab_sizes
 from .profile import LayerKind
 
+SMALL = "(small)"
+SMALL_LAYER = 256 << 10  # bytes; the runtime merges layers below it
 LOGITS_AT_ONCE = 1 << 25  # of `memferry train`; more are scored in pieces, and computed twice
 _TRAFFIC = 3.7  # bytes of device memory that elementwise work moves, over what it keeps
 _KERNELS = 45  # of a block's forward in eager mode
@@ -143,8 +147,41 @@ def transformer(name: str, size: Dimensions, batch: Batch, names: Names = TRAIN)
     last = [_norm(names.norm, size, batch)]
     if size.types:
         last.append(_dense(names.dense, size, batch))
-    layers = (*tables, *blocks, *last, _head(names, size, batch))
+    layers = merge_small([*tables, *blocks, *last, _head(names, size, batch)], batch.dtype)
     return Workload(name, layers, batch.dtype, batch.micro_batch, batch.sequence, _loss_nbytes(size, batch))
+
+
+def merge_small(layers: Sequence[LayerSpec], dtype: str) -> tuple[LayerSpec, ...]:
+    """What is outside of blocks and tiny beside them is one layer, as the runtime cuts models.
+
+    Its parameters are the first one's; the others borrow them.
+    """
+    own = [layer for layer in layers if layer.parameters]
+    nbytes = {layer.name: layer.parameters * ITEMSIZE[dtype] for layer in own}
+    limit = min(SMALL_LAYER, sum(nbytes.values()) // (4 * len(own)))
+    small = [layer for layer in own if layer.kind is not LayerKind.BLOCK and nbytes[layer.name] < limit]
+    if len(small) < 2:
+        return tuple(layers)
+    shapes = tuple(shape for layer in small for shape in layer.shapes)
+    weights, gradients, state, largest = slab_sizes(SMALL, shapes, dtype)
+    owner = replace(
+        small[0],
+        name=SMALL,
+        shapes=shapes,
+        parameters=sum(layer.parameters for layer in small),
+        weight_nbytes=weights,
+        gradient_nbytes=gradients,
+        state_nbytes=state,
+        largest_nbytes=largest,
+    )
+    nothing: dict[str, Any] = {"shapes": (), "parameters": 0, "borrows": SMALL, "largest_nbytes": 0}
+    nothing |= {"weight_nbytes": 0, "gradient_nbytes": 0, "state_nbytes": 0}
+    merged = []
+    for layer in layers:
+        if layer.borrows in {each.name for each in small}:
+            layer = replace(layer, borrows=SMALL)
+        merged.append(owner if layer is small[0] else replace(layer, **nothing) if layer in small else layer)
+    return tuple(merged)
 
 
 def _norm(name: str, size: Dimensions, batch: Batch) -> LayerSpec:
