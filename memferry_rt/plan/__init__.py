@@ -24,6 +24,7 @@ from .profile import (
     load_profile,
     save_profile,
 )
+from .profiled import workload_from_profile
 from .shapes import Batch, Dimensions, Names, transformer
 
 __all__ = [
@@ -71,4 +72,5 @@ __all__ = [
     "save_profile",
     "transformer",
     "usage",
+    "workload_from_profile",
 ]

@@ -146,8 +146,13 @@ def torch_live_nbytes(workload: Workload, choice: Choice) -> int:
 
 
 def torch_nbytes(workload: Workload, choice: Choice) -> int:
-    """What torch must have of the budget."""
-    return int(SLACK * (FRAGMENTATION * torch_live_nbytes(workload, choice) + WORKSPACES))
+    """What torch must have of the budget: as measured, as far as it was, else by count."""
+    reserved = FRAGMENTATION * torch_live_nbytes(workload, choice) + WORKSPACES
+    if workload.measured_nbytes is not None:
+        usual = Choice(tuple(LayerChoice(recompute=bool(layer.recompute)) for layer in workload.layers))
+        counted = FRAGMENTATION * torch_live_nbytes(workload, usual) + WORKSPACES
+        reserved = max(WORKSPACES, workload.measured_nbytes + reserved - counted)
+    return int(SLACK * reserved)
 
 
 def state_nbytes(layer: LayerSpec) -> int:

@@ -89,6 +89,8 @@ class Workload:
     working_nbytes : int
         What torch needs at the end of a forward, for the loss, beside weights, finished gradients and what layers
         keep for backward.
+    measured_nbytes : int or None
+        The most that torch reserved in a step with layers recomputing as by default; None goes by count.
 
     Raises
     ------
@@ -102,6 +104,7 @@ class Workload:
     micro_batch: int
     sequence: int
     working_nbytes: int
+    measured_nbytes: int | None = None
 
     def __post_init__(self) -> None:
         if not any(layer.parameters for layer in self.layers):

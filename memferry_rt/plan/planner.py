@@ -17,6 +17,7 @@ from .modes import GradientMode, LayerModes, StateMode, WeightMode, parse_modes
 from .options import PlanOptions
 from .plan import LayerPlan, Plan
 from .profile import Profile
+from .profiled import with_measured_memory
 from .search import Search
 
 
@@ -66,7 +67,7 @@ def make_plan(
         raise BudgetError(
             "device_memory",
             options.device_memory,
-            smallest_that_fits(workload, [composer.compose(knobs) for knobs in search.simplest()]),
+            smallest_that_fits(setting.workload, [composer.compose(knobs) for knobs in search.simplest()]),
             "what torch computes with, and the weights that must be there at once, take more",
         )
     baseline = evaluator(composer.compose(composer.start()))
@@ -101,7 +102,7 @@ def plan_by_hand(
     evaluator = Evaluator(setting, options.device_memory)
     outcome = evaluator(choice)
     if outcome is None:
-        smallest = smallest_that_fits(workload, [choice])
+        smallest = smallest_that_fits(setting.workload, [choice])
         raise BudgetError("device_memory", options.device_memory, smallest, "these modes need more")
     plan = build_plan(setting, options, evaluator, outcome)
     return Planned(plan, setting, options, composer, evaluator, outcome, profile)
@@ -113,6 +114,7 @@ def _set_up(
     """What every plan begins with, after everything that was given is found to be possible."""
     if profile is not None:
         profile.check(dtype=workload.dtype, tokens=workload.tokens, shapes=_shapes(workload))
+        workload = with_measured_memory(workload, profile)
     exact = options.numerics == "exact"
     setting = Setting(
         workload, costs(workload, machine, profile, exact=exact), machine, options.early, options.overlap

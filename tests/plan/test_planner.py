@@ -29,6 +29,7 @@ from memferry_rt.plan import (
     make_plan,
     next_best,
     one_more,
+    workload_from_profile,
 )
 from memferry_rt.plan.arms import ablation
 from memferry_rt.plan.choice import host_nbytes, share_device
@@ -257,6 +258,18 @@ def test_a_mode_that_was_measured_to_change_bits_is_left_out() -> None:
         make_plan(workload, options, profile=profile_of(workload, "blocks.1", exact=False))
     relaxed = replace(options, numerics="relaxed")
     make_plan(workload, relaxed, profile=profile_of(workload, "blocks.1", exact=False))
+
+
+def test_what_torch_was_measured_to_reserve_counts() -> None:
+    workload = decoder()
+    measured = replace(profile_of(workload, "blocks.1"), torch_nbytes=512 * MIB, checkpointing=True)
+    plan = make_plan(workload, PlanOptions(GIB), profile=measured).plan
+    assert plan.torch_nbytes == int(1.06 * 512 * MIB)
+    other = replace(measured, checkpointing=False)
+    assert make_plan(workload, PlanOptions(GIB), profile=other).plan.torch_nbytes < 256 * MIB
+    whatever = make_plan(workload_from_profile(measured), PlanOptions(GIB), profile=measured).plan
+    assert whatever.torch_nbytes == plan.torch_nbytes
+    assert [layer.weight_nbytes for layer in whatever.layers] == [layer.weight_nbytes for layer in plan.layers]
 
 
 def test_a_profile_of_another_model_is_refused() -> None:

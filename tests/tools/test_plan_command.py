@@ -118,6 +118,17 @@ def test_a_profile_is_used_and_said(memferry: Command, tmp_path: Path) -> None:
     assert "--profile: it is of Emulated accelerator, and device 0 of the topology is NVIDIA H200" in refused.err
 
 
+def test_a_profile_alone_is_a_model(memferry: Command, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(profile_of(decoder(), "blocks.1"), path)
+    outcome = memferry("plan", "--profile", str(path), "--device-memory", "1GiB")
+    assert outcome.status == 0
+    assert values(outcome.out, "model")[0].startswith("the profile's model")
+    line = next(line for line in outcome.out.splitlines() if line.startswith("  blocks.1 "))
+    assert " 500 ms " in line
+    assert line.endswith("profile")
+
+
 def test_a_topology_is_a_machine(memferry: Command, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     dump(machine("a100-x8"), path)

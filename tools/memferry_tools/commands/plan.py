@@ -6,7 +6,10 @@ from typing import Annotated
 
 import typer
 
-PRESET = Annotated[str | None, typer.Option(help="tiny, llama-1b, llama-3b or llama-7b.  [default: llama-1b]")]
+PRESET = Annotated[
+    str | None,
+    typer.Option(help="tiny, llama-1b, llama-3b or llama-7b.  [default: the profile's model, or llama-1b]"),
+]
 CONFIG = Annotated[
     str | None,
     typer.Option(help="Instead: a Hugging Face config.json (Llama, Mistral, GPT-2, BERT), or its folder."),

@@ -86,7 +86,7 @@ def run(job: PlanJob) -> int:
     if job.largest:
         planned = largest_model(job.options, find_batch(job.model), machine).planned
     else:
-        planned = make_plan(find_workload(job.model), job.options, machine, profile)
+        planned = make_plan(find_workload(job.model, profile), job.options, machine, profile)
     screen = Screen()
     screen.title(f"memferry {version()}: plan")
     _show(job, planned, screen)

@@ -11,12 +11,14 @@ from memferry_allocator import InvalidRequestError, parse_size
 from ..errors import ToolError
 from ..train.presets import find_preset
 
+DEFAULT = "llama-1b"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
 class Model:
-    """Which model, and with what micro-batch; None takes the preset's.
+    """Which model, and with what micro-batch; None takes the preset's.  With neither preset nor config it is that
+    of the profile, or the default preset without one.
 
     Attributes
     ----------
@@ -78,7 +80,7 @@ def build_model(
     if preset is not None and config is not None:
         raise ToolError("--preset: give it, or --config, but not both")
     if config is None:
-        find_preset(preset or "llama-1b")
+        find_preset(preset or DEFAULT)
     if dtype not in _DTYPES:
         raise ToolError(f"--dtype: {dtype!r} is not one of {', '.join(_DTYPES)}")
     for name, value in (("--micro-batch", micro_batch), ("--sequence", sequence)):
@@ -88,10 +90,9 @@ def build_model(
         raise ToolError(f"--checkpointing: {checkpointing!r} is not on, off or auto")
     if checkpointing is None:
         checkpointing = "on"
-        if config is None and not find_preset(preset or "llama-1b").checkpointing:
+        if config is None and not find_preset(preset or DEFAULT).checkpointing:
             checkpointing = "off"
-    known = None if config is not None else preset or "llama-1b"
-    return Model(known, path(config, "--config"), micro_batch, sequence, _DTYPES[dtype], checkpointing, tied)
+    return Model(preset, path(config, "--config"), micro_batch, sequence, _DTYPES[dtype], checkpointing, tied)
 
 
 def build_host(

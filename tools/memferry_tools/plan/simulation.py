@@ -81,7 +81,7 @@ def run(job: SimulateJob) -> int:
 
 def _planned(job: SimulateJob) -> Planned:
     machine, profile = find_machine(job.host)
-    workload = find_workload(job.model)
+    workload = find_workload(job.model, profile)
     if job.plan is None:
         return plan_by_hand(workload, job.options, machine, profile)
     job.plan.check(workload)
@@ -124,7 +124,7 @@ def _show(job: SimulateJob, planned: Planned, screen: Screen) -> None:
 
 def _show_arms(job: SimulateJob, screen: Screen) -> int:
     machine, profile = find_machine(job.host)
-    arms = ablation(find_workload(job.model), job.options, machine, profile)
+    arms = ablation(find_workload(job.model, profile), job.options, machine, profile)
     cells, before = [], arms[0].seconds
     for arm in arms:
         cells.append((arm.name, format_seconds(arm.seconds), f"{arm.seconds / before - 1:+.1%}"))

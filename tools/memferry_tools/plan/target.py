@@ -16,6 +16,7 @@ from memferry_rt.plan import (
     machine_from_profile,
     machine_from_topology,
     transformer,
+    workload_from_profile,
 )
 from memferry_rt.plan.shapes import TRAIN, Names
 from memferry_transport import TopologyError
@@ -24,7 +25,7 @@ from memferry_transport.topology import load, machine, machine_names
 from ..errors import ToolError
 from ..train.presets import ModelShape, find_preset
 from .configs import read_config
-from .options import Host, Model
+from .options import DEFAULT, Host, Model
 
 _RECOMPUTE = {"on": True, "off": False, "auto": None}
 
@@ -39,16 +40,16 @@ def dimensions(shape: ModelShape) -> Dimensions:
 def find_batch(model: Model) -> Batch:
     """The micro-batch: what is said, else the preset's."""
     micro_batch, sequence = 8, 1024
-    if model.preset is not None:
-        preset = find_preset(model.preset)
+    if model.config is None:
+        preset = find_preset(model.preset or DEFAULT)
         micro_batch, sequence = preset.micro_batch, preset.seq
     return Batch(
         model.micro_batch or micro_batch, model.sequence or sequence, model.dtype, _RECOMPUTE[model.checkpointing]
     )
 
 
-def find_workload(model: Model) -> Workload:
-    """The model.
+def find_workload(model: Model, profile: Profile | None = None) -> Workload:
+    """The model: of its config, its preset, or, where neither is named, of the profile.
 
     Raises
     ------
@@ -56,13 +57,14 @@ def find_workload(model: Model) -> Workload:
         Its file cannot be used.
     """
     names: Names = TRAIN
+    if model.preset is None and model.config is None and profile is not None:
+        return workload_from_profile(profile, "the profile's model")
     if model.config is not None:
         size, names = read_config(model.config)
         name = model.config.parent.name if model.config.name == "config.json" else model.config.stem
     else:
-        assert model.preset is not None
-        shape = find_preset(model.preset).shape
-        size, name = dimensions(shape), model.preset
+        name = model.preset or DEFAULT
+        size = dimensions(find_preset(name).shape)
     if model.tied:
         size = replace(size, tied=True)
     try:
