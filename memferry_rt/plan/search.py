@@ -118,6 +118,7 @@ class Search:
         now = 0
         if self.best is not None:
             now = sum(each.state is StateMode.RESIDENT for each in self.best.choice.layers)
+        yield replace(self.knobs, pin=now)
         for states in dict.fromkeys((count, now // 2, max(0, now - 2), 0)):
             yield replace(self.knobs, states=states)
             yield replace(self.knobs, states=states, pin=count)

@@ -10,6 +10,8 @@ from memferry_rt.plan import Bound, LayerPlan, NextBest, Plan
 
 from ..screen import Row, Screen
 
+_NOTHING = 1e-7  # seconds: what sums of times differ by
+
 HEAD = (
     "layer",
     "weights",
@@ -143,4 +145,6 @@ def _cells(group: list[LayerPlan], other: NextBest | None) -> tuple[str, ...]:
 
 
 def _longer(seconds: float) -> str:
+    if abs(seconds) < _NOTHING:
+        return "+0"
     return f"{'+' if seconds >= 0 else '-'}{format_seconds(abs(seconds))}"
