@@ -99,6 +99,7 @@ class _Builder:
         self._loads: dict[tuple[int, int], int] = {}  # by pass and the layer that owns the weights
         self._streaming = False  # whether state has begun to stream in this update
         self._settled: int | None = None  # the task after which updates may begin
+        self._in_ring = 0
         self._leaving: deque[tuple[int, int]] = deque()  # gradients in the ring: the task that ends it, and bytes
         self._spares = [0, choice.spares, 0, choice.spares]  # by pass
 
@@ -218,8 +219,10 @@ class _Builder:
     def _make_way(self, nbytes: int) -> list[int]:
         """What must have left the ring before a layer's gradients may follow: they go in turn."""
         waits: list[int] = []
-        while nbytes and sum(held for _, held in self._leaving) > self._shares.ring:
-            waits = [self._leaving.popleft()[0]]
+        while nbytes and self._in_ring > self._shares.ring:
+            task, gone = self._leaving.popleft()
+            self._in_ring -= gone
+            waits = [task]
         return waits
 
     def _leave(self, layer: int, nbytes: int, begun: int | None, kernel: int) -> int:
@@ -234,6 +237,7 @@ class _Builder:
                     "out", f"G {spec.name}", flows, after=[after], latency=self._machine.copy_latency
                 )
         self._leaving.append((task, nbytes))
+        self._in_ring += nbytes
         return task
 
     # -- updates ------------------------------------------------------------------------------------------
