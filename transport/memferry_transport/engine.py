@@ -78,7 +78,10 @@ class TransferEngine:
         self._planner = Planner(driver, device, self.options, calibration, self._health)
         self._require_helpers()
         size, buffers = self._planner.slice_bytes, self.options.staging_buffers
-        self._relays = Relays(driver, device, buffers=buffers, slice_bytes=size, health=self._health)
+        blocks = self.options.relay_blocks
+        self._relays = Relays(
+            driver, device, buffers=buffers, slice_bytes=size, blocks=blocks, health=self._health
+        )
         self._peers = Peers(driver, device, buffers=buffers, slice_bytes=size, health=self._health)
         self._lock = threading.Lock()
         self._inward, self._outward = self._lane_of(IN), self._lane_of(OUT)

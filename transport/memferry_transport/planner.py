@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 from memferry_allocator import Direction, Driver
@@ -16,6 +17,8 @@ from .options import SLICE_BYTES, TransferOptions
 from .paths import Path
 from .quotas import shift, slice_quotas, worth_pulling, worthwhile
 
+KERNEL_UNIT = 64 << 10  # what a kernel's share is a multiple of
+KERNEL_PIECE = 1 << 20  # the least that it is worth a launch for
 UNKNOWN = LinearCost(20e-6, 50e9)  # of ways nobody has measured: alike, so that they share evenly
 
 
@@ -62,15 +65,23 @@ class Planner:
         measured = None if calibration is None else calibration.slice_bytes
         self.slice_bytes = options.slice_bytes or measured or SLICE_BYTES
         self.adaptive = Adaptive(self.slice_bytes)
-        self._helpers = {direction: self._rank(direction) for direction in Direction}
+        self._relays = {
+            direction: [self._kinds(helper, direction) for helper in self._rank(direction)]
+            for direction in Direction
+        }
 
     def paths(self, direction: Direction) -> list[Path]:
         """All ways that may ever be taken, the direct one first."""
-        return [self._direct, *(Path(self._direct.device, helper) for helper in self._helpers[direction])]
+        return [self._direct, *(path for kinds in self._relays[direction] for path in kinds)]
+
+    def least_piece(self, direction: Direction) -> int:
+        """Bytes that the pieces of a transfer must have, on average, to be worth more than one way."""
+        kernels = any(path.by_kernel for path in self.paths(direction))
+        return min(self.slice_bytes, KERNEL_PIECE) if kernels else self.slice_bytes
 
     def threshold(self, direction: Direction) -> float:
         """From how many bytes on several ways are thought of; infinite if there is only one."""
-        if not self._helpers[direction]:
+        if not self._relays[direction]:
             return math.inf
         if self._options.break_even_bytes is not None:
             return self._options.break_even_bytes
@@ -85,13 +96,30 @@ class Planner:
                 return found
         return UNKNOWN
 
-    def ways(self, direction: Direction) -> list[Path]:
-        """The ways that are worth taking now, the direct one first unless it is failing and there are others."""
-        relays = [
-            path
-            for path in self.paths(direction)[1:]
-            if self._health.usable(path) and not self._is_busy(path, direction)
-        ]
+    def ways(
+        self, direction: Direction, nbytes: int, *, kernels: bool, without: Collection[Path] = ()
+    ) -> list[Path]:
+        """The ways that are worth taking now, the direct one first unless it is failing and there are others.
+
+        Parameters
+        ----------
+        nbytes : int
+            Of the transfer: of each helper it decides by what it does its share, if every way had an even one.
+        kernels : bool
+            Whether its bytes lie so that kernels carry them at their full rate.
+        without : collection of Path
+            Ways that cannot be had now.
+        """
+        even = nbytes // (1 + len(self._relays[direction]))
+        relays = []
+        for kinds in self._relays[direction]:
+            able = [
+                path
+                for path in kinds
+                if self._health.usable(path) and path not in without and (kernels or not path.by_kernel)
+            ]
+            if able and not self._is_busy(able[0], direction):
+                relays.append(min(able, key=lambda path: self.cost(path, direction).seconds(even)))
         paths = [*([self._direct] if self._health.usable(self._direct) or not relays else []), *relays]
         worth = worthwhile([self.cost(path, direction) for path in paths])
         return [path for path, worthy in zip(paths, worth, strict=True) if worthy]
@@ -113,9 +141,10 @@ class Planner:
         """Share `nbytes` out over `ways`, as costs say and earlier transfers have taught."""
         costs = [self.cost(path, direction) for path in ways]
         key = situation(direction, ways, nbytes, self.slice_bytes)
-        quotas = slice_quotas(nbytes, costs, self.slice_bytes)
+        least = min(KERNEL_UNIT, self.slice_bytes)
+        quotas = slice_quotas(nbytes, costs, [least if path.by_kernel else self.slice_bytes for path in ways])
         if self._options.adaptive:
-            quotas = shift(quotas, self.adaptive.shifts(key), self.slice_bytes)
+            quotas = shift(quotas, self.adaptive.shifts(key), key.step)
         shares = zip(ways, quotas, costs, strict=True)
         return Plan(key, tuple(Share(path, quota, cost.seconds(quota)) for path, quota, cost in shares))
 
@@ -124,6 +153,15 @@ class Planner:
         if self._options.helpers != "auto":
             return False
         return book.is_busy(self._driver, path.helper or 0, direction, self._options.helper_idle_s)
+
+    def _kinds(self, helper: int, direction: Direction) -> list[Path]:
+        """The ways over a helper: as asked for, or those that were measured, or staging."""
+        staged, kernel = (Path(self._direct.device, helper, by) for by in ("staging", "kernel"))
+        if self._options.relay != "auto":
+            return [kernel if self._options.relay == "kernel" else staged]
+        known = self._calibration
+        measured = [path for path in (kernel, staged) if known and known.cost(path, direction)]
+        return measured or [staged]
 
     def _rank(self, direction: Direction) -> tuple[int, ...]:
         """The helpers of a direction, the fastest first."""
@@ -134,6 +172,10 @@ class Planner:
         known = [
             (-measured.cost.bytes_per_second, measured.cost.alpha_s, path.helper)
             for (path, way), measured in self._calibration.ways.items()
-            if way is direction and path.device == self._direct.device and path.helper is not None
+            if way is direction
+            and path.device == self._direct.device
+            and path.helper is not None
+            and self._options.relay in ("auto", path.by)
         ]
-        return tuple(helper for _, _, helper in sorted(known))[: self._options.max_helpers]
+        ranked = dict.fromkeys(helper for _, _, helper in sorted(known))
+        return tuple(ranked)[: self._options.max_helpers]

@@ -51,6 +51,7 @@ class CudaCore(Driver):
         self._infos: dict[int, DeviceInfo] = {}
         self._addresses: AddressBook | None = None
         self._captured: dict[int, Stream] = {}
+        self._copy_kernels: dict[int, int] = {}
         self._closed = False
 
     # -- devices ------------------------------------------------------------------------------------

@@ -11,12 +11,13 @@ import os
 import threading
 
 from .capture_calls import CaptureCalls
+from .kernel_calls import KernelCalls
 from .order_calls import OrderCalls
 from .virtual_calls import VirtualCalls
 from .work_calls import WorkCalls
 
 
-class CudaDriver(VirtualCalls, OrderCalls, WorkCalls, CaptureCalls):
+class CudaDriver(VirtualCalls, OrderCalls, WorkCalls, KernelCalls, CaptureCalls):
     """The CUDA driver of this process.
 
     Raises

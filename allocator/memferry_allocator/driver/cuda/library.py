@@ -31,7 +31,30 @@ _ffi.cdef("""
     int cuMemcpyAsync(uintptr_t dst, uintptr_t src, size_t nbytes, uintptr_t stream);
     int cuMemsetD8Async(uintptr_t dst, unsigned char value, size_t nbytes, uintptr_t stream);
     int cuPointerGetAttribute(int *answer, int attribute, uintptr_t ptr);
+    int cuPointerGetAttributes(unsigned int count, int *attributes, void **answers, uintptr_t ptr);
+    int cuLaunchKernel(uintptr_t function, unsigned int blocks, unsigned int blocks_y, unsigned int blocks_z,
+                       unsigned int threads, unsigned int threads_y, unsigned int threads_z,
+                       unsigned int shared_bytes, uintptr_t stream, void **arguments, void **extra);
 """)
+
+
+class Arguments:
+    """Of a kernel's launch: numbers of 64 bits, and pointers to them."""
+
+    none = _ffi.NULL
+
+    def __init__(self, count: int) -> None:
+        self.values = _ffi.new("uint64_t[]", count)
+        self.pointers = _ffi.new("void *[]", [self.values + index for index in range(count)])
+
+
+class Attributes:
+    """What is asked about a pointer: kind, home, of `cuMemAlloc`'s, access, start and size of its range."""
+
+    def __init__(self) -> None:
+        self.keys = _ffi.new("int[]", [2, 9, 10, 16, 11, 12])
+        self.values = [_ffi.new("uint64_t *") for _ in self.keys]  # wider than some answers, and zero beyond
+        self.pointers = _ffi.new("void *[]", self.values)
 
 
 class Answers(threading.local):
@@ -42,6 +65,8 @@ class Answers(threading.local):
         self.status = _ffi.new("int *")
         self.mode = _ffi.new("int *")
         self.number = _ffi.new("int *")
+        self.arguments = Arguments(3)
+        self.attributes = Attributes()
         self.held: int | None = None  # the device whose context `Held` keeps current
 
 
