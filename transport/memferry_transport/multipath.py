@@ -18,7 +18,6 @@ from .relays import Relays
 from .runs import Run
 from .transfer import Transfer
 
-
 VECTOR = 16  # bytes that a thread of a kernel carries at a time, if both ends lie alike
 
 

@@ -239,9 +239,7 @@ class Driver(ABC):
         """
         raise self._unsupported("copies by a kernel")
 
-    def kernel_copy(
-        self, dst: int, src: int, nbytes: int, *, stream: Stream, blocks: int = COPY_BLOCKS
-    ) -> None:
+    def kernel_copy(self, dst: int, src: int, nbytes: int, *, stream: Stream, blocks: int = COPY_BLOCKS) -> None:
         """Enqueue a copy by a kernel of the stream's device, over that device's own links.
 
         `copy` goes over the link of the device whose memory it is, whatever the stream.  This one goes over the

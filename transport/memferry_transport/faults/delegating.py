@@ -119,9 +119,7 @@ class DelegatingDriver(Driver):
     def prepare_kernel_copy(self, device: int) -> None:
         self.driver.prepare_kernel_copy(device)
 
-    def kernel_copy(
-        self, dst: int, src: int, nbytes: int, *, stream: Stream, blocks: int = COPY_BLOCKS
-    ) -> None:
+    def kernel_copy(self, dst: int, src: int, nbytes: int, *, stream: Stream, blocks: int = COPY_BLOCKS) -> None:
         self.driver.kernel_copy(dst, src, nbytes, stream=stream, blocks=blocks)
 
     def fill(self, ptr: int, value: int, nbytes: int, *, stream: Stream) -> None:

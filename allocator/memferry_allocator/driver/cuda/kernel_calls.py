@@ -27,9 +27,7 @@ class KernelCalls(CudaCore):
         if device not in self._copy_kernels:
             self._load_copy_kernel(device)
 
-    def kernel_copy(
-        self, dst: int, src: int, nbytes: int, *, stream: Stream, blocks: int = COPY_BLOCKS
-    ) -> None:
+    def kernel_copy(self, dst: int, src: int, nbytes: int, *, stream: Stream, blocks: int = COPY_BLOCKS) -> None:
         handle = self._stream(require_stream(stream))
         if nbytes == 0:
             return

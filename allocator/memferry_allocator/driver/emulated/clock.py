@@ -102,15 +102,12 @@ class Staged:
 class Across:
     """Links that a kernel reads and writes by at the same time: as fast as the slowest, after all their starts."""
 
-    def __init__(self, links: Sequence[Carrier]) -> None:
+    def __init__(self, links: Sequence[Link]) -> None:
         self._links = tuple(links)
 
     def reserve(self, ready: float, nbytes: int) -> float:
-        start = end = ready
-        for link in self._links:
-            end = max(end, link.reserve(start, nbytes))
-            start += link.model.latency_s if isinstance(link, Link) else 0.0
-        return end
+        starts = sum(link.model.latency_s for link in self._links)
+        return max(link.reserve(ready, nbytes) + starts - link.model.latency_s for link in self._links)
 
 
 class Links:
@@ -154,7 +151,7 @@ class Links:
 
     def across(self, device: int, source: Place, target: Place) -> Carrier:
         """The links by which a kernel of `device` copies: its own, whoever's memory it is."""
-        links: list[Carrier] = []
+        links: list[Link] = []
         for place, host, peer in (
             (source, self._h2d[device], (source.device, device)),
             (target, self._d2h[device], (device, target.device)),

@@ -50,9 +50,7 @@ class WorkCalls(EmulatedCore):
     def prepare_kernel_copy(self, device: int) -> None:
         self._device(device)
 
-    def kernel_copy(
-        self, dst: int, src: int, nbytes: int, *, stream: Stream, blocks: int = COPY_BLOCKS
-    ) -> None:
+    def kernel_copy(self, dst: int, src: int, nbytes: int, *, stream: Stream, blocks: int = COPY_BLOCKS) -> None:
         dst, src, nbytes = integers("kernel_copy", dst, src, nbytes)
         with self._lock:
             state = self._state(stream)
