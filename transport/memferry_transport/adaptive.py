@@ -39,7 +39,7 @@ def situation(direction: Direction, paths: Sequence[Path], nbytes: int, slice_by
     """Where a way carries slices these are what is moved; where none does, a small part of the transfer."""
     step = slice_bytes
     if all(path.direct or path.by_kernel for path in paths):
-        step = max(1, min(slice_bytes, (1 << nbytes.bit_length() - 1) // PARTS))
+        step = max(1, min(slice_bytes, (1 << max(nbytes, 1).bit_length() - 1) // PARTS))
     return Situation(direction, tuple(paths), (nbytes // step).bit_length(), step)
 
 

@@ -19,6 +19,7 @@ from .quotas import shift, slice_quotas, worth_pulling, worthwhile
 
 KERNEL_UNIT = 64 << 10  # what a kernel's share is a multiple of
 KERNEL_PIECE = 1 << 20  # the least that it is worth a launch for
+REMEMBERED = 256  # plans: transfers of a program are of few sizes
 UNKNOWN = LinearCost(20e-6, 50e9)  # of ways nobody has measured: alike, so that they share evenly
 
 
@@ -65,6 +66,8 @@ class Planner:
         measured = None if calibration is None else calibration.slice_bytes
         self.slice_bytes = options.slice_bytes or measured or SLICE_BYTES
         self.adaptive = Adaptive(self.slice_bytes)
+        self._choices: dict[tuple[Direction, int, tuple[tuple[Path, ...], ...]], list[Path]] = {}
+        self._shares: dict[tuple[Direction, int, tuple[Path, ...]], list[int]] = {}
         self._relays = {
             direction: [self._kinds(helper, direction) for helper in self._rank(direction)]
             for direction in Direction
@@ -104,25 +107,23 @@ class Planner:
         Parameters
         ----------
         nbytes : int
-            Of the transfer: of each helper it decides by what it does its share, if every way had an even one.
+            Of the transfer: by it a helper stages, or sends its kernel.
         kernels : bool
             Whether its bytes lie so that kernels carry them at their full rate.
         without : collection of Path
             Ways that cannot be had now.
         """
-        even = nbytes // (1 + len(self._relays[direction]))
-        relays = []
-        for kinds in self._relays[direction]:
-            able = [
+        kinds = []
+        for relays in self._relays[direction]:
+            able = tuple(
                 path
-                for path in kinds
+                for path in relays
                 if self._health.usable(path) and path not in without and (kernels or not path.by_kernel)
-            ]
+            )
             if able and not self._is_busy(able[0], direction):
-                relays.append(min(able, key=lambda path: self.cost(path, direction).seconds(even)))
-        paths = [*([self._direct] if self._health.usable(self._direct) or not relays else []), *relays]
-        worth = worthwhile([self.cost(path, direction) for path in paths])
-        return [path for path, worthy in zip(paths, worth, strict=True) if worthy]
+                kinds.append(able)
+        direct = self._health.usable(self._direct) or not kinds
+        return self._chosen(direction, nbytes, (((self._direct,),) if direct else ()) + tuple(kinds))
 
     def may_pull(self, direction: Direction, path: Path, left: int, own: int, direct: int) -> bool:
         """Whether a relay may take a slice from the queue: its device is idle, and it would not hold the end up.
@@ -141,12 +142,45 @@ class Planner:
         """Share `nbytes` out over `ways`, as costs say and earlier transfers have taught."""
         costs = [self.cost(path, direction) for path in ways]
         key = situation(direction, ways, nbytes, self.slice_bytes)
-        least = min(KERNEL_UNIT, self.slice_bytes)
-        quotas = slice_quotas(nbytes, costs, [least if path.by_kernel else self.slice_bytes for path in ways])
+        quotas = self._quotas(direction, nbytes, tuple(ways))
         if self._options.adaptive:
             quotas = shift(quotas, self.adaptive.shifts(key), key.step)
         shares = zip(ways, quotas, costs, strict=True)
         return Plan(key, tuple(Share(path, quota, cost.seconds(quota)) for path, quota, cost in shares))
+
+    def _chosen(self, direction: Direction, nbytes: int, kinds: tuple[tuple[Path, ...], ...]) -> list[Path]:
+        """One of each of `kinds`, such that the transfer ends soonest, without those that are far too slow."""
+        key = direction, nbytes, kinds
+        known = self._choices.get(key)
+        if known is None:
+            known = [paths[0] for paths in kinds]
+            for index, paths in enumerate(kinds):
+                for path in paths[1:]:
+                    tried = [*known[:index], path, *known[index + 1 :]]
+                    if self._end(direction, nbytes, tried) < self._end(direction, nbytes, known):
+                        known = tried
+            worth = worthwhile([self.cost(path, direction) for path in known])
+            known = [path for path, worthy in zip(known, worth, strict=True) if worthy]
+            if len(self._choices) >= REMEMBERED:
+                self._choices.clear()
+            self._choices[key] = known
+        return known
+
+    def _end(self, direction: Direction, nbytes: int, paths: list[Path]) -> float:
+        quotas = self._quotas(direction, nbytes, tuple(paths))
+        return max(self.cost(path, direction).seconds(quota) for path, quota in zip(paths, quotas, strict=True))
+
+    def _quotas(self, direction: Direction, nbytes: int, paths: tuple[Path, ...]) -> list[int]:
+        key = direction, nbytes, paths
+        quotas = self._shares.get(key)
+        if quotas is None:
+            costs = [self.cost(path, direction) for path in paths]
+            least = min(KERNEL_UNIT, self.slice_bytes)
+            units = [least if path.by_kernel else self.slice_bytes for path in paths]
+            if len(self._shares) >= REMEMBERED:
+                self._shares.clear()
+            quotas = self._shares[key] = slice_quotas(nbytes, costs, units)
+        return quotas
 
     def _is_busy(self, path: Path, direction: Direction) -> bool:
         """Whether a helper that nobody has named needs its link itself."""
