@@ -229,6 +229,43 @@ class Driver(ABC):
     def fill(self, ptr: int, value: int, nbytes: int, *, stream: Stream) -> None:
         """Enqueue setting `nbytes` bytes behind a device pointer to `value` (0 … 255).  Zero bytes do nothing."""
 
+    def copy_beside(
+        self, pieces: Iterable[tuple[int, int, int]], *, stream: Stream, lane: Stream, begin: Event
+    ) -> Event:
+        """Copies on `lane`, after what `stream` holds and before what it gets later.
+
+        As recording, waiting and copying one by one do; it costs less, for the path of every small copy.
+
+        Parameters
+        ----------
+        pieces : iterable of (int, int, int)
+            Destination, source and bytes of each copy.
+        stream, lane : Stream
+            Of one device; if they are the same, nothing need wait.
+        begin : Event
+            Of that device, to be recorded on `stream`.
+
+        Returns
+        -------
+        Event
+            Recorded behind the last copy.
+
+        Raises
+        ------
+        DriverError
+            As for `copy`.  The copies before are under way, and `stream` comes after them all the same.
+        """
+        if stream is not lane:
+            lane.wait(stream.record(begin))
+        try:
+            for dst, src, nbytes in pieces:
+                self.copy(dst, src, nbytes, stream=lane)
+        finally:
+            end = lane.record()
+            if stream is not lane:
+                stream.wait(end)
+        return end
+
     def prepare_kernel_copy(self, device: int) -> None:
         """Get ready what `kernel_copy` needs on a device, which may take a second the first time.
 

@@ -70,6 +70,11 @@ class Stream:
             if self._aware.get(other, 0) >= sequence or origin._aware.get(other, 0) >= sequence:
                 return
         self.driver.stream_wait(self, event)
+        self.knows(event)
+
+    def knows(self, event: Event) -> None:
+        """Note that what is enqueued here from now on comes after what `event` has recorded; for drivers."""
+        origin, sequence = event.recorded
         if origin is not None:
             if len(self._aware) >= _MOST_KNOWN:  # of streams long gone; forgetting one costs a wait too many
                 self._aware.clear()
