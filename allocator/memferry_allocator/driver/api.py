@@ -230,7 +230,7 @@ class Driver(ABC):
         """Enqueue setting `nbytes` bytes behind a device pointer to `value` (0 … 255).  Zero bytes do nothing."""
 
     def copy_beside(
-        self, pieces: Iterable[tuple[int, int, int]], *, stream: Stream, lane: Stream, begin: Event
+        self, pieces: Sequence[tuple[int, int, int]], *, stream: Stream, lane: Stream, begin: Event
     ) -> Event:
         """Copies on `lane`, after what `stream` holds and before what it gets later.
 
@@ -238,7 +238,7 @@ class Driver(ABC):
 
         Parameters
         ----------
-        pieces : iterable of (int, int, int)
+        pieces : sequence of (int, int, int)
             Destination, source and bytes of each copy.
         stream, lane : Stream
             Of one device; if they are the same, nothing need wait.

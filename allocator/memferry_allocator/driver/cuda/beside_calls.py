@@ -5,9 +5,10 @@ Made of the calls that the seam has for it, each with its own checks, it would c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from ..handles import Event, Stream
+from .core import CLOSED
 from .errors import SUCCESS, require_size
 from .library import Answers
 from .order_calls import OrderCalls
@@ -18,11 +19,13 @@ class BesideCalls(OrderCalls, WorkCalls):
     """What is checked and made current once for several calls."""
 
     def copy_beside(
-        self, pieces: Iterable[tuple[int, int, int]], *, stream: Stream, lane: Stream, begin: Event
+        self, pieces: Sequence[tuple[int, int, int]], *, stream: Stream, lane: Stream, begin: Event
     ) -> Event:
         device = lane.device
         if stream is lane or stream.device != device or self._addresses is not None:
             return super().copy_beside(pieces, stream=stream, lane=lane, begin=begin)
+        if self._library.beside is not None and len(pieces) == 1 and pieces[0][2] > 0:
+            return self._copy_in_two_calls(*pieces[0], stream, lane, begin)
         consumer, carrier, first = self._stream(stream), self._stream(lane), self._event(begin)
         end, answers, library = self.create_event(device), self._answers, self._library
         pushed = self._make_current(device, answers)
@@ -50,6 +53,46 @@ class BesideCalls(OrderCalls, WorkCalls):
         finally:
             if pushed:
                 library.cuCtxPopCurrent_v2(answers.context)
+        return end
+
+    def _copy_in_two_calls(
+        self, dst: int, src: int, nbytes: int, stream: Stream, lane: Stream, begin: Event
+    ) -> Event:
+        """The same with the compiled part.  Each call is under the lock of the stream that it records on."""
+        device, beside, answer = lane.device, self._library.beside, self._answers.beside
+        consumer, carrier, first = self._stream(stream), self._stream(lane), self._event(begin)
+        if self._lost or device not in self._contexts:
+            self._on(device)
+        context, end = self._contexts[device], self.create_event(device)
+        recordings = stream.recordings
+        with recordings.lock:
+            if stream.handle is CLOSED:  # meanwhile; nobody closes it from here on
+                self._stream(stream)
+            before = recordings.last
+            beside.begin(beside.table, context, consumer, first, answer)
+            if answer.code != SUCCESS:
+                raise self._error(device, answer.code, beside.CALLS[answer.call])
+            if answer.captured or not begin.recorded_on(stream, before):
+                begin.captured()  # or a finaliser has recorded meanwhile: it stays without a number
+        recordings, last = lane.recordings, end.handle
+        with recordings.lock:
+            if lane.handle is CLOSED:
+                self._stream(lane)
+            before = recordings.last
+            beside.copy(beside.table, context, carrier, first, dst, src, nbytes, last, consumer, answer)
+            code, call, numbered = answer.code, beside.CALLS[answer.call], False
+            if answer.captured:
+                end.captured()
+            elif answer.recorded:
+                numbered = end.recorded_on(lane, before)
+                if not numbered:  # a finaliser has recorded meanwhile, who knows in what order
+                    with self._on(device):
+                        self._record_on(end, last, lane, carrier)
+        if code != SUCCESS:
+            raise self._error(device, code, call, f"{nbytes} bytes from {src:#x} to {dst:#x}")
+        lane.knows(begin)
+        if numbered:
+            stream.knows(end)
         return end
 
     def _make_current(self, device: int, answers: Answers) -> bool:

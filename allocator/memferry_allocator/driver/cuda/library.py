@@ -7,7 +7,9 @@ handle objects costs more than most of these calls.  The interpreter lock is rel
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +40,57 @@ _ffi.cdef("""
 """)
 
 
+_ffi.cdef("""
+    typedef struct {
+        int (*current)(uintptr_t *);
+        int (*push)(uintptr_t);
+        int (*pop)(uintptr_t *);
+        int (*record)(uintptr_t, uintptr_t);
+        int (*wait)(uintptr_t, uintptr_t, unsigned int);
+        int (*capturing)(uintptr_t, int *);
+        int (*copy)(uintptr_t, uintptr_t, size_t, uintptr_t);
+    } beside_calls;
+    typedef struct { int code, call, recorded, captured; } beside_answer;
+    void beside_begin(const beside_calls *, uintptr_t context, uintptr_t stream, uintptr_t event, beside_answer *);
+    void beside_copy(const beside_calls *, uintptr_t context, uintptr_t lane, uintptr_t begin, uintptr_t dst,
+                     uintptr_t src, size_t nbytes, uintptr_t end, uintptr_t stream, beside_answer *);
+""")
+_BESIDE = Path(__file__).with_name("libbeside.so")
+_TABLE = {
+    "current": "cuCtxGetCurrent",
+    "push": "cuCtxPushCurrent_v2",
+    "pop": "cuCtxPopCurrent_v2",
+    "record": "cuEventRecord",
+    "wait": "cuStreamWaitEvent",
+    "capturing": "cuStreamIsCapturing",
+    "copy": "cuMemcpyAsync",
+}
+
+
+class Beside:
+    """The compiled part: several calls of the driver library in one.
+
+    Parameters
+    ----------
+    pointers : mapping of str to pointer
+        The driver's functions, by `_TABLE`'s names for them.
+    """
+
+    CALLS = ("push context", "event_record", "is_capturing", "stream_wait", "copy")  # by the number of an answer
+
+    def __init__(self, pointers: Mapping[str, Any]) -> None:
+        compiled = _ffi.dlopen(str(_BESIDE))
+        self.table = _ffi.new("beside_calls *", dict(pointers))
+        self.begin, self.copy = compiled.beside_begin, compiled.beside_copy
+
+
+def _beside(loaded: Any) -> Beside | None:
+    """None where the package was installed without a compiler."""
+    if not _BESIDE.is_file():
+        return None
+    return Beside({name: _ffi.addressof(loaded, symbol) for name, symbol in _TABLE.items()})
+
+
 class Arguments:
     """Of a kernel's launch: numbers of 64 bits, and pointers to them."""
 
@@ -66,6 +119,7 @@ class Answers(threading.local):
         self.mode = _ffi.new("int *")
         self.number = _ffi.new("int *")
         self.arguments = Arguments(3)
+        self.beside = _ffi.new("beside_answer *")
         self.attributes = Attributes()
         self.held: int | None = None  # the device whose context `Held` keeps current
 
@@ -74,5 +128,6 @@ class Answers(threading.local):
 def library() -> Any:
     """The calls of the driver library, which the bindings have loaded already."""
     loaded = _ffi.dlopen(LIBRARY)
-    calls = {name: getattr(loaded, name) for name in dir(loaded)}  # looking one up there takes as long as a call
-    return SimpleNamespace(loaded=loaded, **calls)
+    names = [name for name in dir(loaded) if name.startswith("cu")]
+    calls = {name: getattr(loaded, name) for name in names}  # looking one up there takes as long as a call
+    return SimpleNamespace(loaded=loaded, beside=_beside(loaded), **calls)
