@@ -79,7 +79,7 @@ class Beside:
     CALLS = ("push context", "event_record", "is_capturing", "stream_wait", "copy")  # by the number of an answer
 
     def __init__(self, pointers: Mapping[str, Any]) -> None:
-        compiled = _ffi.dlopen(str(_BESIDE))
+        compiled: Any = _ffi.dlopen(str(_BESIDE))
         self.table = _ffi.new("beside_calls *", dict(pointers))
         self.begin, self.copy = compiled.beside_begin, compiled.beside_copy
 
@@ -119,7 +119,7 @@ class Answers(threading.local):
         self.mode = _ffi.new("int *")
         self.number = _ffi.new("int *")
         self.arguments = Arguments(3)
-        self.beside = _ffi.new("beside_answer *")
+        self.beside: Any = _ffi.new("beside_answer *")
         self.attributes = Attributes()
         self.held: int | None = None  # the device whose context `Held` keeps current
 
