@@ -261,7 +261,7 @@ def test_times_are_taken_of_all_until_shares_settle_and_of_some_later() -> None:
             adaptive.learn()
     assert wanted[:3] == [True] * 3
     assert wanted[8:40] == [number % SAMPLED == 0 for number in range(8, 40)]
-    assert adaptive.shifts(key) == [0, 0]
+    assert adaptive.shifts(key) == (0, 0)
 
 
 # -- order -------------------------------------------------------------------------------------------------

@@ -80,14 +80,14 @@ class Adaptive:
 
     def __init__(self, slice_bytes: int) -> None:
         self._slice_bytes = slice_bytes
-        self._shifts: dict[Situation, list[int]] = {}
+        self._shifts: dict[Situation, tuple[int, ...]] = {}
         self._asked: dict[Situation, int] = {}
         self._unmoved: dict[Situation, int] = {}  # looks in a row after which nothing was moved
         self._watched: deque[tuple[Situation, tuple[PathShare, ...]]] = deque(maxlen=REMEMBERED)
 
-    def shifts(self, key: Situation) -> list[int]:
-        """Slices to move to each way of `key`; they add up to zero."""
-        return self._shifts.get(key, [0] * len(key.paths))
+    def shifts(self, key: Situation) -> tuple[int, ...]:
+        """Slices to move to each way of `key`; they add up to zero.  The same object until that changes."""
+        return self._shifts.get(key) or self._shifts.setdefault(key, (0,) * len(key.paths))
 
     def wants(self, key: Situation) -> bool:
         """Whether to take the times of the next transfer of `key`: of each until its shares have settled, then of
@@ -120,6 +120,8 @@ class Adaptive:
                 learnt.add(key)  # one step: the others were shared out before it, too
                 counts = [share.nbytes / key.step for share in shares]
                 before = self.shifts(key)
-                self._shifts[key] = next_shift(before, counts, times)
-                self._unmoved[key] = self._unmoved.get(key, 0) + 1 if self._shifts[key] == before else 0
+                after = tuple(next_shift(before, counts, times))
+                if after != before:
+                    self._shifts[key] = after
+                self._unmoved[key] = self._unmoved.get(key, 0) + 1 if after == before else 0
         return seen

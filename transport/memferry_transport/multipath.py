@@ -105,19 +105,19 @@ class MultiPath:
         plan = self._planner.plan(direction, nbytes, [path for path, _ in ways])
         if all(share.path.direct or not share.nbytes for share in plan.shares):
             return None
-        begin = stream.record()
         timed = self._timed and self._planner.adaptive.wants(plan.situation)
-        runs = self._runs(plan, ways, begin, pieces, timed)
-        try:
-            self._submit(runs)
-        finally:
-            join(stream, runs)
-        self.blame(runs)
-        shares = tuple(run.share() for run in runs)
-        if timed and not any(run.error for run in runs):
-            self._planner.adaptive.watch(plan.situation, shares)
-        carried = tuple(share for share in shares if share.nbytes)
-        return Transfer(direction, nbytes, sum(share.copies for share in carried), stream.record(), carried)
+        with self._driver.several_calls(stream.device):
+            runs = self._runs(plan, ways, stream.record(), pieces, timed)
+            try:
+                self._submit(runs)
+            finally:
+                join(stream, runs)
+            self.blame(runs)
+            shares = tuple(run.share() for run in runs)
+            if timed and not any(run.error for run in runs):
+                self._planner.adaptive.watch(plan.situation, shares)
+            carried = tuple(share for share in shares if share.nbytes)
+            return Transfer(direction, nbytes, sum(share.copies for share in carried), stream.record(), carried)
 
     def _runs(
         self,
@@ -142,8 +142,9 @@ class MultiPath:
         while waiting:
             for run in waiting:
                 try:
-                    run.step()
-                    while run.todo and (run.path.direct or run.path.by_kernel):
+                    if run.path.direct or run.path.by_kernel:
+                        run.submit()
+                    else:
                         run.step()
                 except DriverError as error:
                     hand_over(run, error, runs)

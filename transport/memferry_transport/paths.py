@@ -28,6 +28,12 @@ class Path:
     helper: int | None = None
     by: By = "staging"
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.device, self.helper, self.by)))
+
+    def __hash__(self) -> int:  # asked a dozen times a transfer
+        return self._hash  # type: ignore[attr-defined, no-any-return]
+
     @property
     def direct(self) -> bool:
         return self.helper is None

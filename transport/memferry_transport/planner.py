@@ -68,6 +68,7 @@ class Planner:
         self.adaptive = Adaptive(self.slice_bytes)
         self._choices: dict[tuple[Direction, int, tuple[tuple[Path, ...], ...]], list[Path]] = {}
         self._shares: dict[tuple[Direction, int, tuple[Path, ...]], list[int]] = {}
+        self._plans: dict[tuple[Direction, int, tuple[Path, ...]], tuple[Plan, tuple[int, ...]]] = {}
         self._relays = {
             direction: [self._kinds(helper, direction) for helper in self._rank(direction)]
             for direction in Direction
@@ -140,13 +141,20 @@ class Planner:
 
     def plan(self, direction: Direction, nbytes: int, ways: list[Path]) -> Plan:
         """Share `nbytes` out over `ways`, as costs say and earlier transfers have taught."""
-        costs = [self.cost(path, direction) for path in ways]
+        asked = direction, nbytes, tuple(ways)
+        plan, shifts = self._plans.get(asked, (None, None))
+        if plan is not None and shifts is self.adaptive.shifts(plan.situation):
+            return plan
         key = situation(direction, ways, nbytes, self.slice_bytes)
-        quotas = self._quotas(direction, nbytes, tuple(ways))
-        if self._options.adaptive:
-            quotas = shift(quotas, self.adaptive.shifts(key), key.step)
+        shifts = self.adaptive.shifts(key)
+        quotas = shift(self._quotas(*asked), shifts, key.step)
+        costs = [self.cost(path, direction) for path in ways]
         shares = zip(ways, quotas, costs, strict=True)
-        return Plan(key, tuple(Share(path, quota, cost.seconds(quota)) for path, quota, cost in shares))
+        plan = Plan(key, tuple(Share(path, quota, cost.seconds(quota)) for path, quota, cost in shares))
+        if len(self._plans) >= REMEMBERED:
+            self._plans.clear()
+        self._plans[asked] = plan, shifts
+        return plan
 
     def _chosen(self, direction: Direction, nbytes: int, kinds: tuple[tuple[Path, ...], ...]) -> list[Path]:
         """One of each of `kinds`, such that the transfer ends soonest, without those that are far too slow."""
