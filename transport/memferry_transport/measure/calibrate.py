@@ -170,9 +170,12 @@ def _break_even(bench: Bench, known: Calibration, device: int, direction: Direct
 
 
 def _grid(bench: Bench, slice_bytes: int) -> list[int]:
-    """Sizes from an eighth of a slice to eight slices: powers of two, and halfway between them."""
+    """Sizes from half a slice to eight slices: powers of two, and halfway between them.
+
+    Of less, the host takes longer to submit several ways than they gain; that is not in the device's times.
+    """
     most = min(8 * slice_bytes, bench.options.largest)
-    powers = [max(1, slice_bytes // 8) << power for power in range(7)]
+    powers = [slice_bytes // 2 << power for power in range(5)]
     between = [(low + high) // 2 for low, high in pairwise(powers)]
     return sorted(size for size in (*powers, *between) if size <= most)
 
