@@ -28,7 +28,7 @@ class Range:
     start: int
     size: int
     home: int = 0
-    legacy: int = 1
+    plain: int = 1
     access: int = 0
 
 
@@ -41,13 +41,20 @@ class Memory(Library):
         self.launched: list[tuple[int, ...]] = []
         self.shapes: list[tuple[int, ...]] = []
 
+    def at(self, ptr: int) -> Range:
+        known = (known for known in self.ranges if known.start <= ptr < known.start + known.size)
+        return next(known, Range(0, 0, 0, plain=0))
+
+    def cuPointerGetAttribute(self, answer: Any, key: int, ptr: int) -> int:  # noqa: N802
+        assert key == 16
+        _ffi.cast("uint64_t *", answer)[0] = self.at(ptr).access
+        return 0
+
     def cuPointerGetAttributes(self, count: int, keys: Any, answers: Any, ptr: int) -> int:  # noqa: N802
-        for found in (known for known in self.ranges if known.start <= ptr < known.start + known.size):
-            values = (found.kind, found.home, found.legacy, found.access, found.start, found.size)
-            break
-        else:
-            values = (0,) * count
-        assert list(keys) == [2, 9, 10, 16, 11, 12]
+        found = self.at(ptr)
+        values = (found.kind, found.home, found.plain, found.start, found.size)
+        assert list(keys) == [2, 9, 10, 11, 12]
+        assert len(values) == count
         for index, value in enumerate(values):
             _ffi.cast("uint64_t *", answers[index])[0] = value
         return 0
@@ -124,13 +131,13 @@ def test_what_leaves_its_memory_is_not_launched(
 
 
 @pytest.mark.parametrize(
-    ("legacy", "access", "home", "reached"),
+    ("plain", "access", "home", "reached"),
     [(1, 0, 0, True), (0, 3, 0, True), (0, 0, 1, True), (0, 0, 0, False), (0, 1, 0, False)],
 )
 def test_a_peer_s_pages_need_rights_of_their_own(
-    library: Memory, stream: Stream, legacy: int, access: int, home: int, reached: bool
+    library: Memory, stream: Stream, plain: int, access: int, home: int, reached: bool
 ) -> None:
-    library.ranges = [Range(DEVICE, 0x1000, 0x800, home, legacy, access), library.ranges[1]]
+    library.ranges = [Range(DEVICE, 0x1000, 0x800, home, plain, access), library.ranges[1]]
     if reached:
         copy(stream, 0x1000, 0x4000, 8)
     else:

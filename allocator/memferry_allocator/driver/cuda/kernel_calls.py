@@ -58,6 +58,12 @@ class KernelCalls(CudaCore):
             self._copy_kernels[device] = int(found)
             return int(found)
 
+    def _has_rights(self, ptr: int) -> bool:
+        """Whether the current context's device may read and write at `ptr`."""
+        found = self._answers.attributes
+        code = self._library.cuPointerGetAttribute(found.access, found.ACCESS, ptr)
+        return code == SUCCESS and found.flags[0] & _READ_AND_WRITE == _READ_AND_WRITE
+
     def _require_reach(self, device: int, ptr: int, nbytes: int) -> None:
         """Refuse a range that is not all in one allocation or registration that kernels of a device may touch."""
         own = None
@@ -70,10 +76,10 @@ class KernelCalls(CudaCore):
         code = self._library.cuPointerGetAttributes(len(found.keys), found.keys, found.pointers, ptr)
         if code != SUCCESS:
             raise self._error(device, code, "kernel_copy", f"{ptr:#x}")
-        kind, home, legacy, access, start, size = (int(value[0]) for value in found.values)
+        kind, home, plain, start, size = (int(value[0]) for value in found.values)
         inside = own is not None or (kind and start <= ptr and ptr + nbytes <= start + size)
         # Plain memory is reached once peer access is enabled; pages and pools have rights of their own.
-        reached = kind != _DEVICE or home == device or legacy or access & _READ_AND_WRITE == _READ_AND_WRITE
+        reached = kind != _DEVICE or home == device or plain or self._has_rights(ptr)
         if not (inside and reached):
             wrong = f"out of reach of device {device}" if inside else "not all in one allocation or registration"
             raise DriverError(

@@ -102,12 +102,19 @@ class Arguments:
 
 
 class Attributes:
-    """What is asked about a pointer: kind, home, of `cuMemAlloc`'s, access, start and size of its range."""
+    """What is asked about a pointer: kind, home, whether plain memory, start and size of its range; and access.
+
+    That is asked alone: the call that answers several does not know it.
+    """
+
+    ACCESS = 16
 
     def __init__(self) -> None:
-        self.keys = _ffi.new("int[]", [2, 9, 10, 16, 11, 12])
+        self.keys = _ffi.new("int[]", [2, 9, 10, 11, 12])
         self.values = [_ffi.new("uint64_t *") for _ in self.keys]  # wider than some answers, and zero beyond
         self.pointers = _ffi.new("void *[]", self.values)
+        self.flags = _ffi.new("uint64_t *")
+        self.access = _ffi.cast("int *", self.flags)
 
 
 class Answers(threading.local):
