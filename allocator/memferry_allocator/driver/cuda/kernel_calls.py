@@ -62,7 +62,7 @@ class KernelCalls(CudaCore):
         """Whether the current context's device may read and write at `ptr`."""
         found = self._answers.attributes
         code = self._library.cuPointerGetAttribute(found.access, found.ACCESS, ptr)
-        return code == SUCCESS and found.flags[0] & _READ_AND_WRITE == _READ_AND_WRITE
+        return code == SUCCESS and int(found.flags[0]) & _READ_AND_WRITE == _READ_AND_WRITE
 
     def _require_reach(self, device: int, ptr: int, nbytes: int) -> None:
         """Refuse a range that is not all in one allocation or registration that kernels of a device may touch."""
