@@ -34,6 +34,7 @@ extern "C" void copy(unsigned blocks, unsigned threads, char *dst, const char *s
 }
 """
 ROOM = 40_000
+DEPTH = 8  # loads of a thread in a round
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +62,26 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @given(
     to=st.integers(0, 40),
     of=st.integers(0, 40),
-    nbytes=st.one_of(st.integers(0, 100), st.integers(0, ROOM - 80)),
+    rounds=st.integers(0, 3),
+    unit=st.sampled_from([1, 2, 4, 8, 16]),
+    more=st.one_of(st.integers(-40, 40), st.integers(0, ROOM)),
     blocks=st.integers(1, 5),
     threads=st.sampled_from([32, 64, 96]),
     alike=st.booleans(),
 )
 def test_every_byte_and_none_beside(
-    kernel: ctypes.CDLL, to: int, of: int, nbytes: int, blocks: int, threads: int, alike: bool
+    kernel: ctypes.CDLL,
+    to: int,
+    of: int,
+    rounds: int,
+    unit: int,
+    more: int,
+    blocks: int,
+    threads: int,
+    alike: bool,
 ) -> None:
     """Rounds in which all threads have all their loads, rounds in which some do not, and the ragged ends."""
+    nbytes = min(max(0, rounds * threads * DEPTH * unit + more), ROOM - 80)
     of = of // 16 * 16 + to % 16 if alike else of
     source, target = pattern(ROOM), pattern(ROOM, 1)
     wanted = target.copy()
