@@ -123,7 +123,6 @@ class Stream:
             self.driver.destroy_stream(self)
 
 
-@dataclass(eq=False)
 class Event:
     """A point in a stream's order.  Its driver handle goes back to the driver when this object dies.
 
@@ -131,11 +130,14 @@ class Event:
     every one in this process: of two events of one stream, the one with the larger number covers the other.
     """
 
-    driver: Driver
-    device: int
-    handle: Any
-    timing: bool
-    recorded: tuple[Stream | None, int] = (None, 0)
+    __slots__ = ("__weakref__", "device", "driver", "handle", "recorded", "timing")
+
+    def __init__(self, driver: Driver, device: int, handle: Any, timing: bool) -> None:
+        self.driver = driver
+        self.device = device
+        self.handle = handle
+        self.timing = timing
+        self.recorded: tuple[Stream | None, int] = (None, 0)
 
     @property
     def sequence(self) -> int:

@@ -66,17 +66,19 @@ static int record(const beside_calls *cu, uintptr_t event, uintptr_t stream, bes
     return 1;
 }
 
-BESIDE_API void beside_begin(const beside_calls *cu, uintptr_t context, uintptr_t stream, uintptr_t event,
-                             beside_answer *answer)
+/* Both return whether there is something to look at in the answer. */
+BESIDE_API int beside_begin(const beside_calls *cu, uintptr_t context, uintptr_t stream, uintptr_t event,
+                            beside_answer *answer)
 {
     int pushed;
     if (enter(cu, context, &pushed, answer))
         record(cu, event, stream, answer);
     leave(cu, pushed);
+    return answer->code != 0 || answer->captured != 0;
 }
 
-BESIDE_API void beside_copy(const beside_calls *cu, uintptr_t context, uintptr_t lane, uintptr_t begin, uintptr_t dst,
-                            uintptr_t src, size_t nbytes, uintptr_t end, uintptr_t stream, beside_answer *answer)
+BESIDE_API int beside_copy(const beside_calls *cu, uintptr_t context, uintptr_t lane, uintptr_t begin, uintptr_t dst,
+                           uintptr_t src, size_t nbytes, uintptr_t end, uintptr_t stream, beside_answer *answer)
 {
     int pushed;
     if (enter(cu, context, &pushed, answer) && !refused(answer, WAIT, cu->wait(lane, begin, 0))) {
@@ -85,4 +87,5 @@ BESIDE_API void beside_copy(const beside_calls *cu, uintptr_t context, uintptr_t
             refused(answer, WAIT, cu->wait(stream, end, 0));
     }
     leave(cu, pushed);
+    return answer->code != 0 || answer->captured != 0;
 }

@@ -69,26 +69,27 @@ class BesideCalls(OrderCalls, WorkCalls):
             if stream.handle is CLOSED:  # meanwhile; nobody closes it from here on
                 self._stream(stream)
             before = recordings.last
-            beside.begin(beside.table, context, consumer, first, answer)
-            if answer.code != SUCCESS:
+            told = beside.begin(beside.table, context, consumer, first, answer)
+            if told and answer.code != SUCCESS:
                 raise self._error(device, answer.code, beside.CALLS[answer.call])
-            if answer.captured or not begin.recorded_on(stream, before):
+            if told or not begin.recorded_on(stream, before):
                 begin.captured()  # or a finaliser has recorded meanwhile: it stays without a number
-        recordings, last = lane.recordings, end.handle
+        recordings, last, numbered = lane.recordings, end.handle, False
         with recordings.lock:
             if lane.handle is CLOSED:
                 self._stream(lane)
             before = recordings.last
-            beside.copy(beside.table, context, carrier, first, dst, src, nbytes, last, consumer, answer)
-            code, call, numbered = answer.code, beside.CALLS[answer.call], False
-            if answer.captured:
+            told = beside.copy(beside.table, context, carrier, first, dst, src, nbytes, last, consumer, answer)
+            code = answer.code if told else SUCCESS
+            if told and answer.captured:
                 end.captured()
-            elif answer.recorded:
+            elif not told or answer.recorded:
                 numbered = end.recorded_on(lane, before)
                 if not numbered:  # a finaliser has recorded meanwhile, who knows in what order
                     with self._on(device):
                         self._record_on(end, last, lane, carrier)
         if code != SUCCESS:
+            call = beside.CALLS[answer.call]
             raise self._error(device, code, call, f"{nbytes} bytes from {src:#x} to {dst:#x}")
         lane.knows(begin)
         if numbered:

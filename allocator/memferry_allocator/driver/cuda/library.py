@@ -51,9 +51,9 @@ _ffi.cdef("""
         int (*copy)(uintptr_t, uintptr_t, size_t, uintptr_t);
     } beside_calls;
     typedef struct { int code, call, recorded, captured; } beside_answer;
-    void beside_begin(const beside_calls *, uintptr_t context, uintptr_t stream, uintptr_t event, beside_answer *);
-    void beside_copy(const beside_calls *, uintptr_t context, uintptr_t lane, uintptr_t begin, uintptr_t dst,
-                     uintptr_t src, size_t nbytes, uintptr_t end, uintptr_t stream, beside_answer *);
+    int beside_begin(const beside_calls *, uintptr_t context, uintptr_t stream, uintptr_t event, beside_answer *);
+    int beside_copy(const beside_calls *, uintptr_t context, uintptr_t lane, uintptr_t begin, uintptr_t dst,
+                    uintptr_t src, size_t nbytes, uintptr_t end, uintptr_t stream, beside_answer *);
 """)
 _BESIDE = Path(__file__).with_name("libbeside.so")
 _TABLE = {

@@ -111,8 +111,11 @@ class OrderCalls(CudaCore):
 
     # -- events -------------------------------------------------------------------------------------
     def create_event(self, device: int, *, timing: bool = False) -> Event:
-        self._known(device)
-        spare = self._events.setdefault((device, timing), [])
+        known = self._timed_events if timing else self._events
+        spare = known.get(device)
+        if spare is None or self._forked or self._closed:
+            self._known(device)
+            spare = known.setdefault(device, [])
         try:
             handle = spare.pop()
         except IndexError:
