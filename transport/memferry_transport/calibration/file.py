@@ -14,6 +14,7 @@ from memferry_allocator import Direction
 
 from ..cost import LinearCost
 from ..errors import CalibrationError
+from ..paths import By
 from ..paths import Path as Way
 from .costs import Calibration, Measured
 
@@ -90,6 +91,7 @@ def to_json(calibration: Calibration) -> dict[str, Any]:
             {
                 "device": way.device,
                 "helper": way.helper,
+                "by": way.by,
                 "direction": direction.value,
                 "alpha_s": measured.cost.alpha_s,
                 "bytes_per_second": measured.cost.bytes_per_second,
@@ -123,7 +125,7 @@ def from_json(content: Any) -> Calibration:
         source=top.text("source"),
         date=top.text("date"),
         ways={
-            (Way(way.count("device"), way.count_or_none("helper")), way.direction()): Measured(
+            (Way(way.count("device"), way.count_or_none("helper"), way.by()), way.direction()): Measured(
                 LinearCost(way.number("alpha_s"), way.number("bytes_per_second", more_than_zero=True)),
                 {sample.count("nbytes"): sample.numbers("seconds") for sample in way.entries("samples")},
             )
@@ -166,6 +168,14 @@ class _Entry:
         value = self.text("direction")
         known = {direction.value: direction for direction in Direction}
         return known[value] if value in known else self._refuse("direction", f"none of {list(known)}")
+
+    def by(self) -> By:
+        """How a helper does it; in a file from before there were kernels it says nothing."""
+        if "by" not in self._content:
+            return "staging"
+        value = self.text("by")
+        known: dict[str, By] = {"staging": "staging", "kernel": "kernel"}
+        return known[value] if value in known else self._refuse("by", f"none of {list(known)}")
 
     def entries(self, key: str) -> list[_Entry]:
         return [_Entry(value, f"{key}[{number}]") for number, value in enumerate(self._list(key))]

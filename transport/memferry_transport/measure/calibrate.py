@@ -28,6 +28,7 @@ from .ways import ends, few_copies, slice_bytes_of, way_load, ways_of
 OPTIONS = MeasureOptions(nbytes=128 << 20, samples=5, copies=8)
 NEVER = 1 << 62  # a break-even that no transfer reaches
 _LEAST = 64 << 10
+_LEAST_OF_KERNELS = 512 << 10
 _MOST = 256 << 20
 
 
@@ -115,7 +116,8 @@ def measure_way(bench: Bench, path: Path, direction: Direction, slice_bytes: int
         As for `calibrate`.
     """
     samples: dict[int, tuple[float, ...]] = {}
-    sizes = _sizes(bench, _LEAST if path.direct else 2 * slice_bytes)
+    least = _LEAST if path.direct else _LEAST_OF_KERNELS if path.by_kernel else 2 * slice_bytes
+    sizes = _sizes(bench, least)
     clear(bench, path.device, direction, sizes[-1])
     for nbytes in sizes:
         with way_load(bench, path, direction, nbytes, slice_bytes) as load:
@@ -168,7 +170,10 @@ def _break_even(bench: Bench, known: Calibration, device: int, direction: Direct
 
 
 def _grid(bench: Bench, slice_bytes: int) -> list[int]:
-    """Sizes from half a slice to eight slices: powers of two, and halfway between them."""
+    """Sizes from half a slice to eight slices: powers of two, and halfway between them.
+
+    Of less, the host takes longer to submit several ways than they gain; that is not in the device's times.
+    """
     most = min(8 * slice_bytes, bench.options.largest)
     powers = [slice_bytes // 2 << power for power in range(5)]
     between = [(low + high) // 2 for low, high in pairwise(powers)]
