@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path as File
 from typing import Any
 
@@ -138,6 +139,17 @@ def test_from_the_break_even_on_several_ways_are_faster() -> None:
             assert (max(kernel.seconds(unit), direct.seconds(size - unit)) < direct.seconds(size)) is pays
 
 
+def test_what_joining_several_ways_takes_is_measured_and_counted_on() -> None:
+    known = calibrated()
+    for device, direction in known.break_even_bytes:
+        assert known.join_s[device, direction] == pytest.approx(0, abs=1e-9)  # the virtual clock joins in no time
+        assert f"device {device}, {direction.value}: joining ways takes 0.0 us" in explain(known)
+
+
+def test_a_calibration_from_before_joining_was_measured_is_read(cache: File) -> None:
+    assert from_json(without("join")) == replace(SAMPLE, join_s={})
+
+
 def test_where_relays_never_help_the_break_even_is_beyond_reach() -> None:
     known = calibrated(peer=LinkModel(5e-3, 50e9))
     assert set(known.break_even_bytes.values()) == {NEVER}
@@ -221,6 +233,7 @@ SAMPLE = Calibration(
     },
     slice_bytes=8 << 20,
     break_even_bytes={(0, IN): 12 << 20, (0, OUT): NEVER},
+    join_s={(0, IN): 2e-5},
     duplex={0: 0.9},
 )
 
@@ -266,6 +279,9 @@ def test_a_calibration_comes_back_as_it_was(cache: File) -> None:
         slice_bytes=st.integers(0, 1 << 40),
         break_even_bytes=st.dictionaries(
             st.tuples(st.integers(0, 9), st.sampled_from(Direction)), st.integers(0, NEVER), max_size=3
+        ),
+        join_s=st.dictionaries(
+            st.tuples(st.integers(0, 9), st.sampled_from(Direction)), st.floats(0, 1), max_size=3
         ),
         duplex=st.dictionaries(st.integers(0, 9), st.floats(0.1, 1), max_size=3),
     )
@@ -317,6 +333,7 @@ def changed(value: Any, *keys: Any, remove: bool = False) -> Any:
         (changed(["soon"], "ways", 0, "samples", 0, "seconds"), "seconds"),
         (without("ways", 0, "samples"), r"ways\[0\] has no 'samples'"),
         (changed(None, "break_even", 0, "nbytes"), "nbytes"),
+        (changed(-1.0, "join", 0, "seconds"), r"join\[0\]: seconds -1.0"),
         (changed("8MiB", "slice_bytes"), "slice_bytes"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -81,6 +82,15 @@ def test_shares_follow_the_calibration(make: Callable[..., Fleet]) -> None:
     assert [way.slices for way in transfer.ways] == [1, 30, 10]
     assert transfer.pieces == 1 + 2 * 30 + 2 * 10
     assert [way.predicted_s for way in transfer.ways] == pytest.approx([2.0, 2.0, 2.0])
+    assert transfer.predicted_s == pytest.approx(2.0)
+
+
+def test_joining_is_counted_on_where_there_are_several_ways(make: Callable[..., Fleet]) -> None:
+    known = dataclasses.replace(calibrated(2), join_s={(0, IN): 0.25})
+    fleet = make(4000, calibration=known, adaptive=False, break_even_bytes=3000)
+    for nbytes, expected in ((2999, None), (4000, 2.25)):
+        dst, src = (Span(span.ptr, nbytes) for span in fleet.ends(IN))
+        assert fleet.engine.copy(dst, src, IN, stream=fleet.stream).predicted_s == pytest.approx(expected)
 
 
 def test_below_the_break_even_one_plain_copy(make: Callable[..., Fleet]) -> None:

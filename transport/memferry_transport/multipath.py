@@ -117,7 +117,8 @@ class MultiPath:
             if timed and not any(run.error for run in runs):
                 self._planner.adaptive.watch(plan.situation, shares)
             carried = tuple(share for share in shares if share.nbytes)
-            return Transfer(direction, nbytes, sum(share.copies for share in carried), stream.record(), carried)
+            copies = sum(share.copies for share in carried)
+            return Transfer(direction, nbytes, copies, stream.record(), carried, predicted_s=plan.seconds)
 
     def _runs(
         self,

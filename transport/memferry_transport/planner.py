@@ -32,10 +32,11 @@ class Share(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Shares of all ways, the direct one first if it is one; some may be 0."""
+    """Shares of all ways, the direct one first if it is one; some may be 0.  And what it is to take altogether."""
 
     situation: Situation
     shares: tuple[Share, ...]
+    seconds: float
 
 
 class Planner:
@@ -149,12 +150,19 @@ class Planner:
         shifts = self.adaptive.shifts(key)
         quotas = shift(self._quotas(*asked), shifts, key.step)
         costs = [self.cost(path, direction) for path in ways]
-        shares = zip(ways, quotas, costs, strict=True)
-        plan = Plan(key, tuple(Share(path, quota, cost.seconds(quota)) for path, quota, cost in shares))
+        shares = tuple(
+            Share(path, quota, cost.seconds(quota)) for path, quota, cost in zip(ways, quotas, costs, strict=True)
+        )
+        seconds = max(share.predicted_s for share in shares)
+        plan = Plan(key, shares, seconds + (self._join(direction) if len(shares) > 1 else 0.0))
         if len(self._plans) >= REMEMBERED:
             self._plans.clear()
         self._plans[asked] = plan, shifts
         return plan
+
+    def _join(self, direction: Direction) -> float:
+        known = {} if self._calibration is None else self._calibration.join_s
+        return known.get((self._direct.device, direction), 0.0)
 
     def _chosen(self, direction: Direction, nbytes: int, kinds: tuple[tuple[Path, ...], ...]) -> list[Path]:
         """One of each of `kinds`, such that the transfer ends soonest, without those that are far too slow."""

@@ -103,6 +103,10 @@ def to_json(calibration: Calibration) -> dict[str, Any]:
             {"device": device, "direction": direction.value, "nbytes": nbytes}
             for (device, direction), nbytes in calibration.break_even_bytes.items()
         ],
+        "join": [
+            {"device": device, "direction": direction.value, "seconds": seconds}
+            for (device, direction), seconds in calibration.join_s.items()
+        ],
         "duplex": [{"device": device, "share": share} for device, share in calibration.duplex.items()],
     }
 
@@ -135,6 +139,7 @@ def from_json(content: Any) -> Calibration:
         break_even_bytes={
             (e.count("device"), e.direction()): e.count("nbytes") for e in top.entries("break_even")
         },
+        join_s={(e.count("device"), e.direction()): e.number("seconds") for e in top.later_entries("join")},
         duplex={e.count("device"): e.number("share", more_than_zero=True) for e in top.entries("duplex")},
     )
 
@@ -179,6 +184,10 @@ class _Entry:
 
     def entries(self, key: str) -> list[_Entry]:
         return [_Entry(value, f"{key}[{number}]") for number, value in enumerate(self._list(key))]
+
+    def later_entries(self, key: str) -> list[_Entry]:
+        """Of a list that older files do not have."""
+        return self.entries(key) if key in self._content else []
 
     def _get(self, key: str) -> Any:
         if key not in self._content:

@@ -14,13 +14,13 @@ from ..engine import TransferEngine
 from ..options import TransferOptions
 from ..paths import Path
 from .bench import Bench, Load
-from .calibrate import engine_load, open_engine
+from .calibrate import engine_load, open_engine, predicted_s
 from .catalogue import case
 from .copies import GB, check, clear, host_copy
 from .errors import NotRunError
 from .hold import has_virtual_clock
 from .result import Matrix
-from .ways import ends, few_copies, helpers_of, runs_kernels, slice_bytes_of
+from .ways import few_copies, helpers_of, runs_kernels, slice_bytes_of
 
 IN, OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 DIRECT, ENGINE = "direct", "engine"
@@ -183,13 +183,11 @@ def _predicted(bench: Bench) -> Matrix:
 
 
 def _prediction(bench: Bench, engine: TransferEngine, direction: Direction, nbytes: int) -> float:
-    """Seconds that the engine counts on for a transfer: of its slowest share, or of a plain copy."""
-    dst, src = ends(bench, engine.device, direction, nbytes)
-    transfer = engine.copy(dst, src, direction, stream=bench.buffers.stream(engine.device, "engine"))
-    transfer.synchronize()
+    """Seconds that the engine counts on for a transfer, or for a plain copy."""
+    several = predicted_s(bench, engine, direction, nbytes)
     plain = bench.calibration().cost(Path(engine.device), direction)
     assert plain is not None
-    return max([way.predicted_s or 0.0 for way in transfer.ways], default=plain.seconds(nbytes))
+    return plain.seconds(nbytes) if several is None else several
 
 
 # -- what it costs the host --------------------------------------------------------------------------------------
