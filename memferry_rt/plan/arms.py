@@ -81,7 +81,9 @@ def _ignoring_contention(
     """The best plan by the recurrence alone, run with contention."""
     run = streamed.run()
     direct = plan_by_hand(workload, options, machine, profile)
-    weights = propose_weights(streamed.setting, streamed.outcome.choice, run, direct.composer, 1)[0]
+    weights = propose_weights(
+        streamed.setting, streamed.outcome.choice, run, direct.composer, 1, contention=False
+    )[0]
     modes = {
         layer.name: mode for layer, mode in zip(workload.layers, weights, strict=True) if mode is WeightMode.DHA
     }

@@ -35,6 +35,7 @@ from memferry_rt.plan.arms import ablation
 from memferry_rt.plan.choice import host_nbytes, share_device
 from memferry_rt.plan.cost import Source
 from memferry_rt.plan.planner import plan_by_hand
+from memferry_rt.plan.propose import propose_weights
 from memferry_rt.plan.shapes import Batch
 
 from .machines import GIB, LARGE_VOCABULARY, LLAMA_1B, MIB, TINY, chain, decoder
@@ -137,6 +138,16 @@ def test_a_large_vocabulary_is_read_in_place() -> None:
     loading = plan_by_hand(decoder(LARGE_VOCABULARY, 1, 1024), PlanOptions(6 * GIB)).plan
     reading = plan_by_hand(decoder(LARGE_VOCABULARY, 1, 1024), PlanOptions(6 * GIB, modes="embedding=dha")).plan
     assert reading.seconds < loading.seconds
+
+
+def test_the_programs_propose_what_hides_a_long_load() -> None:
+    """Where updates are over at once, the large table is what a forward waits for; most blocks are copied."""
+    workload = decoder(LARGE_VOCABULARY, 1, 1024)
+    quick = replace(H200, cpu_update=1e16, host_memory=1e16)
+    streamed = plan_by_hand(workload, PlanOptions(24 * GIB), quick)
+    found = propose_weights(streamed.setting, streamed.outcome.choice, streamed.run(), streamed.composer, count=3)
+    assert found[0][0] is WeightMode.DHA
+    assert found[0][1:-2].count(WeightMode.STREAM) > 11
 
 
 def test_the_same_question_has_the_same_answer() -> None:
@@ -315,6 +326,7 @@ def test_the_largest_model_fills_host_memory_and_fits() -> None:
     options = PlanOptions(24 * GIB, host_memory=128 * GIB)
     found = largest_model(options, Batch(1, 1024, recompute=True))
     assert found.parameters >= 8e9
+    assert found.parameters > 0.995 * 128 * GIB / 16, "sixteen bytes each, and hardly any left over"
     assert found.planned.plan.host_nbytes <= 128 * GIB
     one_layer_more = decoder(replace(found.size, layers=found.size.layers + 1), 1, 1024)
     assert host_nbytes(one_layer_more, replace(found.planned.outcome.choice, layers=())) > 128 * GIB
