@@ -172,7 +172,7 @@ class Composer:
         coming = [
             (number, spec)
             for number, spec in enumerate(self._workload.layers)
-            if layers[number].weight is WeightMode.STREAM and self._costs[number].backward_needs_weights
+            if layers[number].weight is WeightMode.STREAM and spec.parameters and self._used_in_backward(number)
         ]
         if not coming:
             return choice
@@ -182,3 +182,10 @@ class Composer:
         if 0 < over < spec.weight_nbytes and slabs > 2 * spec.weight_nbytes:
             layers[number] = replace(layers[number], resident_nbytes=over)
         return replace(choice, layers=tuple(layers))
+
+    def _used_in_backward(self, number: int) -> bool:
+        return any(
+            cost.backward_needs_weights
+            for cost, owner in zip(self._costs, self._workload.owners, strict=True)
+            if owner == number
+        )

@@ -87,8 +87,8 @@ class Search:
 
     def embeddings_direct(self, knobs: Knobs) -> Knobs:
         weights = list(knobs.weights)
-        for number, layer in enumerate(self._workload.layers):
-            if layer.kind.value == "embedding" and WeightMode.DHA in self._composer.allowed(number):
+        for number in self._workload.lookups:
+            if WeightMode.DHA in self._composer.allowed(number):
                 weights[number] = WeightMode.DHA
         return replace(knobs, weights=tuple(weights))
 

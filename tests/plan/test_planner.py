@@ -50,18 +50,31 @@ from .machines import GIB, LARGE_VOCABULARY, LLAMA_1B, MIB, TINY, chain, decoder
     st.floats(0, 1.5),
     st.booleans(),
     st.sampled_from((None, True, False)),
+    st.booleans(),
 )
 def test_a_plan_keeps_to_both_budgets(
-    layers: int, hidden: int, batch: int, sequence: int, room: float, relaxed: bool, recompute: bool | None
+    layers: int,
+    hidden: int,
+    batch: int,
+    sequence: int,
+    room: float,
+    relaxed: bool,
+    recompute: bool | None,
+    also: bool,
 ) -> None:
-    size = Dimensions(hidden, layers, 2 * hidden, 4, 8192, fused=True)
+    size = Dimensions(hidden, layers, 2 * hidden, 4, 8192, fused=True, tied=also)
     workload = decoder(size, batch, sequence, recompute)
     with pytest.raises(BudgetError) as caught:
         make_plan(workload, PlanOptions(MIB))
     device = caught.value.smallest + int(room * workload.parameters * 16)
     host = sum(layer.weight_nbytes + layer.gradient_nbytes + layer.state_nbytes for layer in workload.layers)
     options = PlanOptions(
-        device, int(host * 1.3), early=relaxed, numerics="relaxed" if relaxed else "exact", evaluations=30
+        device,
+        int(host * 1.3),
+        early=relaxed,
+        numerics="relaxed" if relaxed else "exact",
+        partial=also,
+        evaluations=30,
     )
     planned = make_plan(workload, options)
     plan = planned.plan
@@ -153,6 +166,20 @@ def test_the_programs_propose_what_hides_a_long_load() -> None:
 def test_the_same_question_has_the_same_answer() -> None:
     plans = [make_plan(decoder(LLAMA_1B, 8, 1024), PlanOptions(6 * GIB)).plan for _ in range(2)]
     assert plans[0] == plans[1]
+
+
+def test_what_slabs_leave_over_keeps_part_of_a_layer() -> None:
+    workload = chain([2048] * 6, [1e9] * 6)
+    streamed = plan_by_hand(workload, PlanOptions(GIB))
+    nbytes, torch = workload.layers[0].weight_nbytes, streamed.plan.torch_nbytes
+    options = PlanOptions(torch + 4 * nbytes + nbytes // 2, modes="*=stream+buffer+cpu", partial=True)
+    plan = make_plan(workload, options).plan
+    parts = [layer.resident_nbytes for layer in plan.layers if layer.resident_nbytes]
+    assert len(parts) == 1
+    assert 0 < parts[0] < nbytes
+    assert parts[0] % (2 * MIB) == 0
+    assert plan.pinned_nbytes == parts[0]
+    assert plan.seconds <= make_plan(workload, replace(options, partial=False)).plan.seconds
 
 
 # -- by hand ----------------------------------------------------------------------------------------------
