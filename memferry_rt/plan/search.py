@@ -181,9 +181,9 @@ class Search:
         layers = self.best.choice.layers
         machine = self._evaluate.setting.machine
         gradients = []
-        for spec, each, cost in zip(self._workload.layers, layers, self._costs, strict=True):
-            weight = layers[self._workload.owners[self._workload.index[spec.name]]].weight
-            able = each.state is not StateMode.RESIDENT and GradientMode.INPLACE in cost.gradient_modes(weight)
+        for number, (spec, each, cost) in enumerate(zip(self._workload.layers, layers, self._costs, strict=True)):
+            weight = layers[self._workload.owners[number]].weight
+            able = each.state is not StateMode.RESIDENT and self._composer.may_write_home(number, weight)
             kept = cost.backward[weight, GradientMode.BUFFER].alone(machine)
             inplace = cost.backward[weight, GradientMode.INPLACE].alone(machine) if able else None
             gradients.append(Gradient(spec.gradient_nbytes, kept, inplace))

@@ -208,6 +208,22 @@ def test_modes_that_cannot_be_are_refused(modes: str, error: type[Exception], wo
         make_plan(decoder(), PlanOptions(GIB, modes=modes))
 
 
+def test_what_the_runtime_cannot_do_is_left_out() -> None:
+    workload, slow = decoder(LARGE_VOCABULARY, 1, 1024), replace(H200, to_device=5e9, from_device=5e9)
+    free = make_plan(workload, PlanOptions(6 * GIB), slow).plan
+    assert free.layer("embedding").weight is WeightMode.DHA
+    options = PlanOptions(
+        6 * GIB, host_kinds=frozenset({LayerKind.BLOCK}), gradient_modes=frozenset({GradientMode.BUFFER})
+    )
+    bound = make_plan(workload, options, slow).plan
+    assert bound.layer("embedding").weight is not WeightMode.DHA
+    assert {layer.gradient for layer in bound.layers} == {GradientMode.BUFFER}
+    assert bound.seconds >= free.seconds
+    only = replace(options, host_kinds=frozenset(), modes="embedding=dha", gradient_modes=frozenset(GradientMode))
+    assert make_plan(workload, only, slow).plan.layer("embedding").weight is WeightMode.DHA, "by hand it is"
+    assert {layer.gradient for layer in make_plan(workload, only, slow).plan.layers} == {GradientMode.BUFFER}
+
+
 def test_relaxed_numerics_allow_the_ring() -> None:
     options = PlanOptions(GIB, modes="blocks.0=ring", numerics="relaxed")
     assert make_plan(decoder(), options).plan.layer("blocks.0").weight is WeightMode.RING
