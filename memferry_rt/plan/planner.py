@@ -72,7 +72,7 @@ def make_plan(
         )
     baseline = evaluator(composer.compose(composer.start()))
     best = search.best
-    if baseline is not None and baseline.seconds <= best.seconds:
+    if options.reserve is None and baseline is not None and baseline.seconds <= best.seconds:
         best = baseline
     arms, notes = _arms(search, evaluator, composer, baseline), _notes(search, profile)
     plan = build_plan(setting, options, evaluator, best, arms=arms, notes=notes)
