@@ -228,7 +228,8 @@ def _check_given(
             raise PlanError(f"modes: {layer.name} cannot have {modes.weight.value}; it can have {able}{relaxed}")
         weight = modes.weight or WeightMode.STREAM
         if modes.gradient is GradientMode.INPLACE and modes.gradient not in cost.gradient_modes(weight):
-            raise PlanError(f"modes: {layer.name} cannot have inplace, but buffer; its kernels add to gradients")
+            why = "several layers add to its gradient, or it has none"
+            raise PlanError(f"modes: {layer.name} cannot have inplace, but buffer: {why}")
         resident = modes.weight is WeightMode.RESIDENT
         if modes.state is StateMode.RESIDENT and not resident:
             raise PlanError(
@@ -260,6 +261,8 @@ def _notes(search: Search, profile: Profile | None) -> list[str]:
     notes = []
     if profile is None:
         notes.append("no profile: times are by formula; profile the model on its device for better ones")
+    elif profile.emulated:
+        notes.append("the profile is of an emulated device: its times say nothing of a real one")
     best, nothing = search.best, search.reserves.get(0.0)
     if best is not None and nothing is not None and nothing.seconds > best.seconds * 1.001:
         notes.append(
