@@ -156,6 +156,12 @@ def torch_nbytes(workload: Workload, choice: Choice) -> int:
     return int(SLACK * reserved)
 
 
+def gradient_nbytes(workload: Workload, choice: Choice) -> int:
+    """Bytes of the gradients that are made on the device, and leave from there or stay."""
+    pairs = zip(workload.layers, choice.layers, strict=True)
+    return sum(layer.gradient_nbytes for layer, c in pairs if c.gradient is GradientMode.BUFFER)
+
+
 def state_nbytes(layer: LayerSpec) -> int:
     """Device memory of a layer's state and gradients, where they are at home there."""
     return _block(layer.state_nbytes) + _block(layer.gradient_nbytes)

@@ -8,6 +8,7 @@ from enum import Enum
 from .machine import Machine
 from .model import ITEMSIZE, LayerSpec, Workload
 from .modes import GradientMode, WeightMode
+from .panels import cut_panels, ring_ends
 from .profile import GradientPlace, LayerKind, LayerProfile, Phase, Profile, Timing, WeightPlace
 
 LINE = 128  # bytes: what the device reads of host memory at the least
@@ -238,13 +239,14 @@ class _Pricing:
         return Work(seconds, read_nbytes=nbytes)
 
     def _in_ring(self, seconds: float, measured: Timing | None) -> Work:
-        """One matrix product per panel: each is launched, and computes less efficiently than the whole."""
-        panels = -(-self._nbytes // PANEL)
+        """One matrix product per panel; the first panels come while the layer before computes."""
         if measured is not None:
-            seconds = max(seconds, measured.seconds)
-        else:
-            seconds += panels * self._machine.launch
-        return Work(seconds, panel_nbytes=float(self._nbytes))
+            return Work(max(seconds, measured.seconds), panel_nbytes=float(self._nbytes))
+        machine, panels = self._machine, cut_panels(self._nbytes, PANEL)
+        computing = seconds + len(panels) * machine.launch
+        _, ended = ring_ends(panels, PANELS, machine.to_device, computing, latency=machine.copy_latency)
+        first = machine.copy_latency + panels[0] / machine.to_device
+        return Work(max(computing, ended - first), panel_nbytes=float(self._nbytes))
 
     def _timing(self, phase: Phase, place: WeightPlace) -> Timing | None:
         timing = self._find(phase, place)

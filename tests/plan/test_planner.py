@@ -36,6 +36,7 @@ from memferry_rt.plan.choice import host_nbytes, share_device
 from memferry_rt.plan.cost import Source
 from memferry_rt.plan.planner import plan_by_hand
 from memferry_rt.plan.propose import propose_weights
+from memferry_rt.plan.propose_gradients import in_time
 from memferry_rt.plan.shapes import Batch
 
 from .machines import GIB, LARGE_VOCABULARY, LLAMA_1B, MIB, TINY, chain, decoder
@@ -257,6 +258,34 @@ def test_the_reserve_decides_how_much_of_the_gradients_is_on_the_device() -> Non
         on_device = sum(layer.gradient_nbytes for layer in plan.layers if layer.gradient is GradientMode.BUFFER)
         assert on_device <= reserve * total
         assert on_device >= (reserve - 0.1) * total
+
+
+def test_a_limit_in_bytes_is_kept_or_it_is_said_that_it_cannot_be() -> None:
+    workload = decoder(LLAMA_1B, 8, 1024)
+    options = PlanOptions(6 * GIB, gradient_memory=512 * MIB, state_modes=frozenset({StateMode.CPU}))
+    plan = make_plan(workload, options).plan
+    assert sum(each.gradient_nbytes for each in plan.layers if each.gradient is GradientMode.BUFFER) <= 512 * MIB
+    assert not any("made on the device" in note for note in plan.notes)
+    nothing = replace(options, gradient_modes=frozenset({GradientMode.BUFFER}))
+    assert any("made on the device" in note for note in make_plan(workload, nothing).plan.notes)
+    with pytest.raises(PlanError, match="gradient_memory: 1 is no limit beside reserve"):
+        PlanOptions(GIB, reserve=0.5, gradient_memory=1)
+
+
+def test_the_version_with_time_sees_what_a_small_ring_makes_wait() -> None:
+    """Copies are slow and the ring is small: some gradients are written in place, others leave meanwhile."""
+    workload = chain([1024] * 8, [4e11] * 8)
+    slow = replace(H200, from_device=1e9, host_writes=1e9)
+    planned = plan_by_hand(workload, PlanOptions(GIB), slow)
+    nbytes = workload.layers[0].gradient_nbytes
+    modes = in_time(planned.setting, planned.outcome.choice, planned.composer, nbytes)
+    assert modes is not None
+    assert set(modes) == set(GradientMode)
+    everything = in_time(planned.setting, planned.outcome.choice, planned.composer, 8 * nbytes)
+    assert everything is not None
+    assert everything.count(GradientMode.INPLACE) <= modes.count(GradientMode.INPLACE)
+    tied = plan_by_hand(decoder(replace(TINY, tied=True)), PlanOptions(GIB))
+    assert in_time(tied.setting, tied.outcome.choice, tied.composer, 1) is None, "it must be kept, and has no room"
 
 
 def test_a_slow_link_on_which_nothing_on_the_device_loses_is_found_and_said() -> None:
