@@ -159,7 +159,7 @@ class Search:
         return replace(self.knobs, weights=tuple(weights))
 
     def _turn_gradients(self) -> None:
-        """What both programs of gradient offload propose; gradients that leave through a ring are the arm to beat."""
+        """What both programs of gradient offload propose; gradients that leave by the ring are the arm to beat."""
         assert self.best is not None
         forced = self._forced_gradients()
         if forced is not None:
