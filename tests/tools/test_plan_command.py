@@ -84,7 +84,7 @@ def test_everything_is_kept(memferry: Command, tmp_path: Path) -> None:
     assert {bound["name"] for bound in document["bounds"]} == {"compute", "H2D", "D2H", "CPU", "DRAM"}
     assert max(nbytes for _, nbytes in document["memory"]["device"]) <= plan.device_peak_nbytes <= 6 << 30
     kinds = {span["kind"] for span in document["timeline"]}
-    assert {"F", "B", "U", "G"} <= kinds
+    assert {"F", "B", "U", "L"} <= kinds <= {"F", "B", "U", "L", "G"}
     assert all(0 <= span["start"] < span["end"] <= plan.seconds * (1 + 1e-9) for span in document["timeline"])
 
 
