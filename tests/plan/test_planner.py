@@ -109,6 +109,7 @@ def test_host_memory_is_sixteen_bytes_a_parameter_and_no_less() -> None:
 def test_it_is_never_slower_than_streaming_everything(memory: int) -> None:
     plan = make_plan(decoder(LLAMA_1B, 8, 1024), PlanOptions(memory * GIB)).plan
     assert plan.seconds <= plan.arms["all streamed, updated by the CPU"]
+    assert plan.seconds <= plan.arms["what the runtime does without a plan"]
 
 
 def test_more_memory_is_not_worse() -> None:
