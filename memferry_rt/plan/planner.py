@@ -137,7 +137,8 @@ def _set_up(
     setting = Setting(
         workload, costs(workload, machine, profile, exact=exact), machine, options.early, options.overlap
     )
-    given = parse_modes(options.modes, [layer.name for layer in workload.layers])
+    none = {layer.name: LayerModes() for layer in workload.layers}
+    given = none | parse_modes(options.modes, [layer.name for layer in workload.layers if layer.parameters])
     _check_given(workload, setting.costs, given, exact)
     _check_host(workload, options)
     return setting, Composer(workload, setting.costs, options, given)
