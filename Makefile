@@ -7,8 +7,8 @@ TESTS ?= tests
 # Processes that the tests run in.
 JOBS ?= 2
 
-.PHONY: demo test test-all test-gpu lint bench bench-allocator bench-interop bench-optimizer bench-pipeline bench-bandwidth \
-  clean
+.PHONY: demo test test-all test-gpu lint bench bench-allocator bench-interop bench-optimizer bench-pipeline bench-plan \
+  bench-bandwidth clean
 
 demo: $(READY)  ## the main job: train a small language model through a third of its weights' memory
 	$(RUN)memferry train --preset tiny --steps 12 --verify
@@ -44,6 +44,10 @@ bench-optimizer:  ## the update, alone and in whole iterations; about 10 minutes
 
 bench-pipeline:
 	$(RUN)python -m benchmarks.pipeline
+	$(RUN)python -m benchmarks.tables
+
+bench-plan:  ## predicted iterations against measured ones; PROFILES=folder for those by profile, too
+	$(RUN)python -m benchmarks.plan $(if $(PROFILES),--profiles $(PROFILES))
 	$(RUN)python -m benchmarks.tables
 
 bench-bandwidth:  ## two CUDA devices or more, for all of it

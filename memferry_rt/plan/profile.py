@@ -7,6 +7,7 @@ Fields that are not listed are refused, those with a default may be left out.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,10 @@ class Timing:
         Seconds by device events, after warm-up; every one.
     exact : bool or None
         Whether the results were, to the bit, those with everything on the device; None where nobody looked.
+    copied_nbytes, in_place_nbytes : int or None
+        What copy engines carried for it, and what kernels were given in host memory, as often as they were.
+    pool_nbytes : int or None
+        Of rings in device memory that it needs.
     """
 
     phase: Phase
@@ -84,6 +89,9 @@ class Timing:
     beside: Copy = Copy.NONE
     copy_rate: float | None = None
     exact: bool | None = None
+    copied_nbytes: int | None = None
+    in_place_nbytes: int | None = None
+    pool_nbytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.samples or min(self.samples) <= 0:
@@ -234,7 +242,7 @@ class Profile:
         Parameters
         ----------
         shapes : mapping
-            The shapes of every layer's parameters, by the layers' names.
+            The shapes of every layer's parameters, by the layers' names; their sizes count, not how they lie.
 
         Raises
         ------
@@ -256,8 +264,8 @@ class Profile:
             layer = self.layer(name)
             if layer is None:
                 raise PlanError(f"the profile has no layer {name!r}: it is of another model; profile again")
-            if sorted(layer.shapes) != sorted(map(tuple, expected)):
-                raise PlanError(f"the profile's {name!r} has other shapes: it is of another model; profile again")
+            if sorted(map(math.prod, layer.shapes)) != sorted(map(math.prod, expected)):
+                raise PlanError(f"the profile's {name!r} has other sizes: it is of another model; profile again")
 
 
 def dumps_profile(profile: Profile) -> str:
