@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from memferry_allocator import Direction, Driver, Event, Mode, Place, ShadowSpace, Stream
-from memferry_transport import TransferEngine
 
 from ...cache import LayerCache
 from ...device_update import DeviceUpdate
@@ -13,6 +12,7 @@ from ...staging import StagingRing
 from ...streaming import StateStream
 from ...trace import AccessTrace
 from .budget import Budget
+from .counted import CountedEngine
 from .layer import LayerState
 from .residence import Residents
 from .tensors import TensorFactory
@@ -76,12 +76,14 @@ class DeviceMemory:
         self._wait = wait
         self._measure = not factory.emulated  # whose clock knows nothing of the CPU's work
         self.budget = budget
-        self.engine = TransferEngine(driver, device)
+        self.engine = CountedEngine(driver, device, layers)
         self.space = ShadowSpace(driver, device, device_budget=budget.pool, copier=self.engine)
-        self.weights = self.space.buffer("weights", [layer.weight_span for layer in layers])
+        self.weights = self.space.buffer("weights", [layer.weight_span for layer in layers], fitting=False)
         for layer, partition in zip(layers, self.weights, strict=True):
             partition.name = layer.name
-        self.trace = AccessTrace(len(layers))
+        self.trace = AccessTrace(
+            len(layers), loads=lambda layer, backward: layers[layer].plan.loads(backward=backward)
+        )
         self.cache = LayerCache(
             self.weights,
             self.trace,
@@ -97,6 +99,8 @@ class DeviceMemory:
     def open(self) -> None:
         """Take the budget's parts of the pool, largest first, and move in what is to live there."""
         pool, stream = self.space.pool, self._stream()
+        for layer in self.budget.kept:
+            self.cache.keep(layer)
         self.residents.move_in((self._layers[layer] for layer in self.budget.resident), pool, stream)
         self.residents.sum_here((self._layers[layer] for layer in self.budget.summed), pool, stream)
         if self._update is not None and self.budget.stream:
@@ -121,6 +125,7 @@ class DeviceMemory:
 
     def drop(self) -> None:
         """Give everything back to the pool, after bringing home what is newer there."""
+        self.cache.let_go()
         for layer in self._layers:
             self.cache.evict(layer.index)
             layer.forget_places()
@@ -140,6 +145,7 @@ class DeviceMemory:
     def resize(self, budget: Budget) -> None:
         """Exchange the budget, after `drop`; what was in device memory comes back as far as there is room."""
         self.budget = budget
+        self.trace.replan()
         self.space.resize(budget.pool)
         budget.apply()
         self.open()
