@@ -155,3 +155,44 @@ extern "C" __global__ void memferry_sums(uintptr_t values, int dtype, size_t cou
         if (part == 0 && block < blocks) sums[block] = sum;
     }
 }
+
+/* -- moving bytes between device and host memory ------------------------------------------------------------------ */
+
+/* A few blocks must keep the link busy, so that a thread has AHEAD loads under way before it stores. */
+enum { AHEAD = 8 };
+
+/* Rows of `width` units of 16 bytes; pitches are in units, too. */
+extern "C" __global__ void memferry_move(uint4 *target, size_t target_pitch, const uint4 *source, size_t source_pitch,
+                                         size_t width, size_t rows) {
+    size_t count = width * rows, stride = all_threads();
+    for (size_t first = this_thread(); first < count; first += stride * AHEAD) {
+        uint4 held[AHEAD];
+        for (int j = 0; j < AHEAD; j++) {
+            size_t i = first + j * stride;
+            if (i < count) held[j] = source[rows == 1 ? i : i / width * source_pitch + i % width];
+        }
+        for (int j = 0; j < AHEAD; j++) {
+            size_t i = first + j * stride;
+            if (i < count) target[rows == 1 ? i : i / width * target_pitch + i % width] = held[j];
+        }
+    }
+}
+
+/* target[rows[r]] = values[r], or zeros without values; rows whose `skip` is not 0 are left out.  `width` in units. */
+extern "C" __global__ void memferry_scatter_rows(uint4 *target, const long long *rows, const uint4 *values,
+                                                 const unsigned char *skip, size_t width, size_t count) {
+    size_t units = width * count, stride = all_threads();
+    for (size_t first = this_thread(); first < units; first += stride * AHEAD) {
+        uint4 held[AHEAD];
+        size_t place[AHEAD];
+        for (int j = 0; j < AHEAD; j++) {
+            size_t i = first + j * stride, r = i / width;
+            place[j] = (size_t)-1;
+            if (i >= units || (skip && skip[r])) continue;
+            place[j] = (size_t)rows[r] * width + i % width;
+            held[j] = values ? values[i] : make_uint4(0, 0, 0, 0);
+        }
+        for (int j = 0; j < AHEAD; j++)
+            if (place[j] != (size_t)-1) target[place[j]] = held[j];
+    }
+}
