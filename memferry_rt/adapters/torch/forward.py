@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ from ...errors import UnsupportedError
 from .layer import DeviceViews, LayerState
 from .saved import SavedWeights
 from .support import Support, support_of
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +85,11 @@ class ForwardScopes:
         self._handles: list[RemovableHandle] = []
 
     def attach(self, module: nn.Module, scope: Scope) -> None:
-        @_not_compiled
+        @not_compiled
         def before(module: nn.Module, args: Any) -> None:
             self._enter(scope, module, args)
 
-        @_not_compiled
+        @not_compiled
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._exit(scope)
 
@@ -97,7 +99,7 @@ class ForwardScopes:
     def attach_in_place(self, module: nn.Module, scope: Scope) -> None:
         """A module that reads its parameters where they are at home only waits until they are new."""
 
-        @_not_compiled
+        @not_compiled
         def before(module: nn.Module, args: Any) -> None:
             for layer in scope.layers:
                 self._settle(layer)
@@ -109,7 +111,7 @@ class ForwardScopes:
     def attach_root(self, model: nn.Module) -> None:
         """A new forward of the whole model clears what an interrupted one has left open."""
 
-        @_not_compiled
+        @not_compiled
         def before(module: nn.Module, args: Any) -> None:
             _let_compiler_see_hooks()
             self.reset()
@@ -197,17 +199,17 @@ def _let_compiler_see_hooks() -> None:
         compiler.reset_code_caches()
 
 
-def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """Keep `torch.compile` out of a hook and all that it calls, as `torch.compiler.disable` does.
+def not_compiled(hook: Callable[..., R]) -> Callable[..., R]:
+    """Keep `torch.compile` out of a hook or a forward and all that it calls, as `torch.compiler.disable` does.
 
     Without importing the compiler, which takes seconds.
     """
 
     @functools.wraps(hook)
-    def alone(*args: Any) -> None:
+    def alone(*args: Any, **named: Any) -> R:
         before = set_eval_frame(None)
         try:
-            hook(*args)
+            return hook(*args, **named)
         finally:
             set_eval_frame(before)
 

@@ -23,6 +23,7 @@ from .adam_state import AdamPatch
 from .budget import Budget
 from .convert import Materialiser, move_in
 from .cut import find_owners
+from .dispatch import Dispatch
 from .early import EarlyUpdates, SpareSlab, cut_spares, host_nbytes
 from .forward import ForwardScopes, scope_of
 from .gradient_slot import GradientSlot
@@ -155,6 +156,8 @@ class Runtime:
         for owner in find_owners(model):
             attach = self.scopes.attach_in_place if owner.in_place else self.scopes.attach
             attach(owner.module, scope_of(owner.module, owner.parameters, self._home))
+        self.dispatch = Dispatch(model, self._home, self.gradients)
+        self.dispatch.apply()
         for module in model.modules():
             self.guards.attach(module)
         self.guards.attach_root(model)
@@ -433,6 +436,7 @@ class Runtime:
         self._drop_device_copies()
         for layer, each in zip(self.layers, plans, strict=True):
             layer.plan = each
+        self.dispatch.apply()
         self.memory.resize(budget)
         self.gradients.use_ring(self.memory.ring)
 
@@ -537,6 +541,7 @@ class Runtime:
             last_to_first.callback(self._drop_device_copies)
             last_to_first.callback(self.guards.detach)
             last_to_first.callback(self.gradients.detach)
+            last_to_first.callback(self.dispatch.restore)
             last_to_first.callback(self.stream().synchronize)
             last_to_first.callback(self.gradients.end_use)
             last_to_first.callback(self.scopes.detach)

@@ -52,7 +52,7 @@ def gradient_scale(
     """
     norms = [slot.norm for slot in present if slot.norm is not None]
     total = 0.0
-    for value in torch.stack(norms).tolist() if norms else ():
+    for value in torch.cat(norms).tolist() if norms else ():
         total += value * value
     unscale = 1.0 if scaling is None or scaling.inverse is None else scaling.inverse
     norm = math.sqrt(total) * unscale if total >= 0 else math.nan
