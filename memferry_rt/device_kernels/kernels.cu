@@ -161,6 +161,11 @@ extern "C" __global__ void memferry_sums(uintptr_t values, int dtype, size_t cou
 /* A few blocks must keep the link busy, so that a thread has AHEAD loads under way before it stores. */
 enum { AHEAD = 8 };
 
+/* Where the i-th unit of rows of `width` units lies; divided in 32 bits, which a few blocks have the time for. */
+INLINE size_t in_rows(size_t i, size_t width, size_t pitch) {
+    return (size_t)((unsigned)i / (unsigned)width) * pitch + (unsigned)i % (unsigned)width;
+}
+
 /* Rows of `width` units of 16 bytes; pitches are in units, too. */
 extern "C" __global__ void memferry_move(uint4 *target, size_t target_pitch, const uint4 *source, size_t source_pitch,
                                          size_t width, size_t rows) {
@@ -169,11 +174,11 @@ extern "C" __global__ void memferry_move(uint4 *target, size_t target_pitch, con
         uint4 held[AHEAD];
         for (int j = 0; j < AHEAD; j++) {
             size_t i = first + j * stride;
-            if (i < count) held[j] = source[rows == 1 ? i : i / width * source_pitch + i % width];
+            if (i < count) held[j] = source[rows == 1 ? i : in_rows(i, width, source_pitch)];
         }
         for (int j = 0; j < AHEAD; j++) {
             size_t i = first + j * stride;
-            if (i < count) target[rows == 1 ? i : i / width * target_pitch + i % width] = held[j];
+            if (i < count) target[rows == 1 ? i : in_rows(i, width, target_pitch)] = held[j];
         }
     }
 }
@@ -186,10 +191,10 @@ extern "C" __global__ void memferry_scatter_rows(uint4 *target, const long long 
         uint4 held[AHEAD];
         size_t place[AHEAD];
         for (int j = 0; j < AHEAD; j++) {
-            size_t i = first + j * stride, r = i / width;
+            size_t i = first + j * stride, r = (unsigned)i / (unsigned)width;
             place[j] = (size_t)-1;
             if (i >= units || (skip && skip[r])) continue;
-            place[j] = (size_t)rows[r] * width + i % width;
+            place[j] = (size_t)rows[r] * width + (i - r * width);
             held[j] = values ? values[i] : make_uint4(0, 0, 0, 0);
         }
         for (int j = 0; j < AHEAD; j++)

@@ -13,6 +13,7 @@ from .emulated import on_the_host
 UNIT = 16  # bytes that a thread moves at a time
 READ_BLOCKS, WRITE_BLOCKS = 4, 2  # keep the link busy; more would only take multiprocessors from others
 ROW_BLOCKS = 4  # of `scatter_rows`, whose loads depend on others
+MOST_UNITS = 1 << 32  # of rows in one launch
 INDEX = 8  # bytes of a row's number
 
 
@@ -46,10 +47,12 @@ class DeviceMoves(ABC):
         Raises
         ------
         ValueError
-            Something is no multiple of `UNIT`.
+            Something is no multiple of `UNIT`, or rows are 64 GiB or more.
         """
         if any(value % UNIT for value in (target, target_pitch, source, source_pitch, width)):
             raise ValueError(f"rows of {width} bytes, or their places, are not aligned to {UNIT} bytes")
+        if rows > 1 and rows * width // UNIT >= MOST_UNITS:
+            raise ValueError(f"{rows} rows of {width} bytes are more than one kernel moves; move them in parts")
         if not width or not rows:
             return
         with self._driver.launch(
