@@ -27,6 +27,8 @@ class LayerCache:
         Whether a tensor outside the cache still uses a layer's device memory; such a layer is not evicted.
     settle : callable
         Blocks until a layer's update is made or, on the device, enqueued: its device copy may then be evicted.
+    ended : callable
+        Told when a layer's host pages are open to the device no longer.
     """
 
     def __init__(
@@ -37,12 +39,14 @@ class LayerCache:
         ready: Callable[[int], bool],
         held: Callable[[int], bool],
         settle: Callable[[int], None],
+        ended: Callable[[int], None] = lambda layer: None,
     ) -> None:
         self._partitions = partitions
         self._trace = trace
         self._ready = ready
         self._held = held
         self._settle = settle
+        self._ended = ended
         self._views: dict[int, View] = {}
         self._at_home: dict[int, View] = {}
         self._kept: set[int] = set()
@@ -73,13 +77,18 @@ class LayerCache:
         Its update is made or, on the device, enqueued.
         """
         moved = self._trace.use(layer, backward=backward) if training else layer not in self._at_home
+        view = self.open_at_home(layer, stream)
+        if moved:
+            self._prefetch(layer, training=training)
+        return view
+
+    def open_at_home(self, layer: int, stream: Stream) -> View:
+        """As `read_in_place`, ahead of a use that is yet to come."""
         view = self._at_home.get(layer)
         if view is None:
             view = self._at_home[layer] = self._partitions[layer].acquire(Place.MAPPED, Mode.READ, stream=stream)
         elif stream not in view.streams:
             view.record_stream(stream)
-        if moved:
-            self._prefetch(layer, training=training)
         return view
 
     def keep(self, layer: int) -> None:
@@ -139,10 +148,13 @@ class LayerCache:
 
     def end_use(self, layer: int) -> None:
         """End the views of a layer's weights; they stay where they are."""
-        for views in (self._views, self._at_home):
-            view = views.pop(layer, None)
-            if view is not None:
-                view.release()
+        view = self._views.pop(layer, None)
+        if view is not None:
+            view.release()
+        view = self._at_home.pop(layer, None)
+        if view is not None:
+            view.release()
+            self._ended(layer)
 
     def open_for_update(self, layer: int, stream: Stream) -> View:
         """A writing view of a layer's device copy, which becomes the newest; its reading views end.

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memferry_rt
+from memferry_rt import panels
 
 from .harness import Job, Result, assert_same, offloaded, plain
 from .models import Decoder, checkpointed, next_token_loss, plainly, skipping, twice
@@ -75,12 +76,15 @@ def options(draw: Any) -> dict[str, Any]:
     half=st.booleans(),
     tied=st.booleans(),
     plan=modes(),
+    panel=st.sampled_from([1 << 10, 1 << 20]),
     settings=options(),
 )
 def test_any_modes(
-    run: str, accumulate: int, half: bool, tied: bool, plan: dict[str, str], settings: dict[str, Any]
+    run: str, accumulate: int, half: bool, tied: bool, plan: dict[str, str], panel: int, settings: dict[str, Any]
 ) -> None:
-    got = offloaded(_job(run, accumulate, half, tied), plan=plan, **settings)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(panels, "PANEL", panel)
+        got = offloaded(_job(run, accumulate, half, tied), plan=plan, **settings)
     assert_same(_expected(run, accumulate, half, tied), got)
 
 

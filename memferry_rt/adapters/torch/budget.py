@@ -161,7 +161,7 @@ class Budget:
         ring = _ring(self.pool, self.largest_gradient, self.together)
         stream = min(self.room.streaming, self.pool // 8, self.pool - self.together - ring)
         stream = stream // SMALLEST_STREAM * SMALLEST_STREAM
-        left = self.pool - ring - stream - self.weights
+        left = self.pool - ring - stream - self.weights - self.panels
         sums: dict[int, int] = {}
         more = max(left, min(self.pool // 8, self.pool - self.together - ring - stream))
         for layer, nbytes in enumerate(self.room.summed):
@@ -187,6 +187,7 @@ def plan_budget(
     device: int | None,
     room: UpdateRoom | None = None,
     plans: Sequence[LayerPlan] | None = None,
+    panels: int = 0,
 ) -> Budget:
     """Share a device budget.
 
@@ -205,6 +206,8 @@ def plan_budget(
         What the update on the device could use; nothing by default.
     plans : sequence of LayerPlan, optional
         What each layer does; by default all are streamed.
+    panels : int
+        Bytes of the ring through which weights go panel by panel.
 
     Raises
     ------
@@ -222,7 +225,7 @@ def plan_budget(
         default=0,
     )
     kept = tuple(layer for layer, plan in enumerate(plans) if plan.weight is WeightMode.RESIDENT)
-    stay = sum(align_up(layouts[layer].weight_nbytes, RING_UNIT) for layer in kept)
+    stay = panels + sum(align_up(layouts[layer].weight_nbytes, RING_UNIT) for layer in kept)
     in_pool = [layout.weight_nbytes for layout, plan in zip(layouts, plans, strict=True) if plan.in_pool]
     least_ring = min(_whole_ring(gradient), SMALLEST_RING) if gradient else 0
     worst = max((_room(layouts, group) for group in together if group), default=(0, ""))
@@ -236,7 +239,7 @@ def plan_budget(
     weights = sum(in_pool)
     room = room or UpdateRoom()
     ring = _whole_ring(gradient) if gradient else 0
-    wanted = max(weights + ring + room.wanted, RING_UNIT)
+    wanted = max(weights + panels + ring + room.wanted, RING_UNIT)
     arriving = stay + 2 * max(in_pool, default=0)
     comfortable = min(arriving + ring + room.streaming, wanted)
     if pool is not None:
@@ -263,6 +266,7 @@ def plan_budget(
         fixed=pool is not None,
         device=device,
         kept=kept,
+        panels=panels,
     ).shared()
 
 

@@ -35,12 +35,13 @@ class CountedEngine(TransferEngine):
         transfer = super().start(regions, direction, stream=stream)
         for dst, src in regions:
             if direction is Direction.HOST_TO_DEVICE:
-                self._traffic_at(src).copied_in += src.nbytes
+                self.traffic_at(src).copied_in += src.nbytes
             elif direction is Direction.DEVICE_TO_HOST:
-                self._traffic_at(dst).copied_out += dst.nbytes
+                self.traffic_at(dst).copied_out += dst.nbytes
         return transfer
 
-    def _traffic_at(self, host: Span) -> LayerTraffic:
+    def traffic_at(self, host: Span) -> LayerTraffic:
+        """Of the layer that host memory is a part of."""
         found = bisect.bisect_right(self._starts, host.ptr) - 1
         if found >= 0:
             start, nbytes, layer = self._slabs[found]

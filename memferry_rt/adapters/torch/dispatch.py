@@ -7,23 +7,20 @@ inputs that are no plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from ...plan.modes import GradientMode
-from .contributions import EmbeddingRows, LinearWeight
-from .cut import find_owners
+from ...plan.modes import GradientMode, WeightMode
+from .embedding_operator import EmbeddingOperator
+from .exactness import Exactness
 from .forward import not_compiled
-from .gradient_slot import GradientSlot
 from .gradients import GradientFlow
 from .layer import LayerState
-from .operators import bias_gradient, linear_forward, linear_input_gradient
-from .support import support_of
-
-Home = Mapping[nn.Parameter, tuple[LayerState, int]]
+from .linear_operator import LinearOperator
+from .support import mark_own
+from .weight_panels import WeightPanels
 
 
 class Dispatch:
@@ -31,39 +28,37 @@ class Dispatch:
 
     Parameters
     ----------
-    model : nn.Module
+    modules : sequence of Module
+        Those that there are operators for.
     home : mapping of Parameter to (LayerState, index)
     gradients : GradientFlow
+    panels : WeightPanels
+    exactness : Exactness
     """
 
-    def __init__(self, model: nn.Module, home: Home, gradients: GradientFlow) -> None:
-        self._home = home
+    def __init__(
+        self,
+        modules: Sequence[nn.Embedding | nn.Linear],
+        home: Mapping[nn.Parameter, tuple[LayerState, int]],
+        gradients: GradientFlow,
+        panels: WeightPanels,
+        exactness: Exactness,
+    ) -> None:
+        places = {id(parameter): place for parameter, place in home.items()}
+        self._modules = [(module, *places[id(module.weight)]) for module in modules]
+        self._slots = {id(slot.parameter): slot for slot in gradients.slots}
         self._gradients = gradients
-        self._slots = {slot.parameter: slot for slot in gradients.slots}
-        readers: dict[torch.Tensor | None, int] = {}
-        owners = find_owners(model)
-        for owner in owners:
-            for parameter in owner.parameters:
-                readers[parameter] = readers.get(parameter, 0) + 1
-        self._modules = [
-            owner.module
-            for owner in owners
-            if isinstance(owner.module, (nn.Embedding, nn.Linear))
-            and support_of(owner.module).operator
-            and "forward" not in owner.module.__dict__  # somebody else's stays
-            and readers.get(owner.module._parameters["weight"]) == 1  # else autograd alone knows the sum's order
-        ]
+        self._panels = panels
+        self._exactness = exactness
         self._given: list[nn.Module] = []
 
     def apply(self) -> None:
         """Every module has the forward that its layer's present plan wants."""
         self.restore()
-        for module in self._modules:
-            weight: Any = module.weight
-            layer, _ = self._home[weight]
-            slot = self._slots.get(weight)
-            if layer.plan.gradient is GradientMode.INPLACE and slot is not None:
-                module.__dict__["forward"] = not_compiled(self._forward(module, slot))
+        for module, layer, index in self._modules:
+            forward = self._forward(module, layer, index)
+            if forward is not None:
+                module.__dict__["forward"] = mark_own(not_compiled(forward))
                 self._given.append(module)
 
     def restore(self) -> None:
@@ -72,112 +67,13 @@ class Dispatch:
             module.__dict__.pop("forward", None)
         self._given.clear()
 
-    def _forward(self, module: nn.Module, slot: GradientSlot) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _forward(
+        self, module: nn.Embedding | nn.Linear, layer: LayerState, index: int
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        slot = self._slots.get(id(module.weight))
+        in_place = slot is not None and layer.plan.gradient is GradientMode.INPLACE
         if isinstance(module, nn.Embedding):
-            return _embedding(module, slot, self._gradients)
-        assert isinstance(module, nn.Linear)
-        return _linear(module, slot, self._gradients)
-
-
-def _linear(module: nn.Linear, slot: GradientSlot, flow: GradientFlow) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(input: torch.Tensor) -> torch.Tensor:
-        weight = module.weight
-        if not _plain(input, weight) or not weight.requires_grad or not input.is_contiguous() or input.dim() < 2:
-            return nn.Linear.forward(module, input)
-        return _apply(_Linear, input, weight, module.bias, slot, flow)
-
-    return forward
-
-
-def _embedding(
-    module: nn.Embedding, slot: GradientSlot, flow: GradientFlow
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(input: torch.Tensor) -> torch.Tensor:
-        weight = module.weight
-        if type(input) is not torch.Tensor or not torch.is_grad_enabled() or not weight.requires_grad:
-            return nn.Embedding.forward(module, input)
-        return _apply(_Embedding, weight, input, module, slot, flow)
-
-    return forward
-
-
-def _plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether an operator computes what the class would."""
-    return (
-        type(x) is torch.Tensor
-        and torch.is_grad_enabled()
-        and x.dtype == weight.dtype
-        and x.numel() > 0
-        and x.device == weight.device
-        and not torch.is_autocast_enabled(x.device.type)
-    )
-
-
-def _apply(function: Any, *args: Any) -> torch.Tensor:
-    result: torch.Tensor = function.apply(*args)
-    return result
-
-
-class _Linear(torch.autograd.Function):
-    """`F.linear` whose weight gradient is made where it belongs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        slot: GradientSlot,
-        flow: GradientFlow,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        ctx.slot, ctx.flow = slot, flow
-        return linear_forward(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (dy,) = gradients
-        x, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():  # create_graph
-            return _differentiably(x, weight, dy, ctx.needs_input_grad)
-        dx = linear_input_gradient(dy, weight, x=x) if for_x else None
-        dw = ctx.flow.offer(ctx.slot, LinearWeight(dy, x)) if for_weight else None
-        db = None
-        if for_bias:
-            db = dy.new_empty(dy.shape[-1])
-            bias_gradient(dy, db)
-        return dx, dw, db, None, None
-
-
-def _differentiably(
-    x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, needed: tuple[bool, ...]
-) -> tuple[torch.Tensor | None, ...]:
-    rows, inputs = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-    dx = None if weight is None else (rows @ weight).view_as(x)
-    return dx, rows.t() @ inputs if needed[1] else None, rows.sum(0) if needed[2] else None, None, None
-
-
-class _Embedding(torch.autograd.Function):
-    """`F.embedding` whose gradient is made where it belongs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weight: torch.Tensor,
-        ids: torch.Tensor,
-        module: nn.Embedding,
-        slot: GradientSlot,
-        flow: GradientFlow,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(ids)
-        ctx.module, ctx.slot, ctx.flow = module, slot, flow
-        return nn.Embedding.forward(module, ids)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (dy,) = gradients
-        (ids,) = ctx.saved_tensors
-        module = ctx.module
-        made = EmbeddingRows(ids, dy, module.num_embeddings, module.padding_idx, module.scale_grad_by_freq)
-        return ctx.flow.offer(ctx.slot, made), None, None, None, None
+            return EmbeddingOperator(module, slot, self._gradients).forward if in_place and slot else None
+        if not in_place and layer.plan.weight is not WeightMode.RING:
+            return None
+        return LinearOperator(module, layer, index, slot, self._gradients, self._panels, self._exactness).forward

@@ -18,9 +18,10 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import UnsupportedError
+from ...plan.modes import WeightMode
 from .layer import DeviceViews, LayerState
 from .saved import SavedWeights
-from .support import Support, support_of
+from .support import Support, has_own_forward, support_of
 
 R = TypeVar("R")
 
@@ -36,6 +37,8 @@ class Scope:
     def nbytes_in(self, layer: LayerState, module: nn.Module, args: Any) -> int:
         """Bytes of a layer that a call of the module reads, each as often as it is asked for."""
         own = [(p, index) for p, owner, index in self.parameters if owner is layer]
+        if layer.plan.weight is WeightMode.RING and isinstance(module, nn.Linear) and has_own_forward(module):
+            own = [(p, index) for p, index in own if p is not module.weight]  # the operator counts it
         if isinstance(module, nn.Embedding) and args and isinstance(args[0], torch.Tensor):
             return args[0].numel() * module.embedding_dim * module.weight.element_size()
         return sum(layer.layout.slots[index].spec.nbytes for _, index in own)

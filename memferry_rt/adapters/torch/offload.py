@@ -50,6 +50,7 @@ def offload(
     accumulate_dtype: torch.dtype | str | None = None,
     param_init_fn: ParameterInit | None = None,
     plan: Plan | None = None,
+    numerics: str = "exact",
     emulated: EmulatedOptions | None = None,
 ) -> tuple[M, O]:
     """Keep a model's training state in host memory and train it through a budget of device memory.
@@ -112,6 +113,9 @@ def offload(
         patterns of layer names: where weights are read (``resident``, ``stream``, ``dha``, ``dha_then_load``,
         ``ring``) and how gradients leave (``buffer``, ``inplace``).  By default ``stream+buffer``.  `set_plan`
         changes it later.
+    numerics : str
+        ``"exact"``: panels of weights and gradients are used where a trial shows that they give PyTorch's very
+        bits; elsewhere the whole is read or made.  ``"relaxed"``: always.
     emulated : EmulatedOptions, optional
         The machine to emulate.
 
@@ -147,6 +151,7 @@ def offload(
         spare_slabs=spare_slabs,
         accumulate=accumulate,
         accumulate_dtype=None if accumulate_dtype is None else str(accumulate_dtype).removeprefix("torch."),
+        numerics=numerics,
         emulated=emulated,
     )
     dtype = _compute_dtype(options.compute_dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from memferry_allocator import Driver
@@ -12,11 +13,12 @@ from memferry_allocator.sizes import align_up
 
 from ...layout import LayerLayout
 from ...options import OffloadOptions
+from ...panels import ring_nbytes
 from ...plan.modes import WeightMode
 from .budget import RING_UNIT, Budget, UpdateRoom, plan_budget
 from .cut import Cut, find_owners
 from .modes import LayerPlan, Plan, resolve_plan
-from .support import support_of
+from .support import support_of, with_operators
 from .update import room_for_updates
 
 
@@ -33,6 +35,11 @@ class Planning:
     device : int
     updates : bool
         Whether the device has a kernel for updates.
+
+    Attributes
+    ----------
+    operators : list of Module
+        Those whose forward may be exchanged.
     """
 
     def __init__(
@@ -48,6 +55,14 @@ class Planning:
     ) -> None:
         self._model = model
         self.cuts = cuts
+        self.operators = with_operators(model)
+        members = [
+            (parameter, layer, index)
+            for layer, cut in enumerate(cuts)
+            for index, (_, parameter) in enumerate(cut.parameters)
+        ]
+        self._layer_of: dict[torch.Tensor, int] = {parameter: layer for parameter, layer, _ in members}
+        self._index_of: dict[torch.Tensor, int] = {parameter: index for parameter, _, index in members}
         self.layouts = layouts
         self._options = options
         self._device = None if driver.name == "emulated" else device
@@ -73,7 +88,18 @@ class Planning:
             device=self._device,
             room=self._room(plans),
             plans=plans,
+            panels=self._panels(plans),
         )
+
+    def _panels(self, plans: Sequence[LayerPlan]) -> int:
+        """The ring for panels of all matrices that come that way; 0 for none."""
+        matrices = []
+        for module in self.operators:
+            layer, index = self._layer_of[module.weight], self._index_of[module.weight]
+            if isinstance(module, nn.Linear) and plans[layer].weight is WeightMode.RING:
+                rows, columns = module.weight.shape
+                matrices.append((rows, columns, self.layouts[layer].slots[index].spec.itemsize))
+        return ring_nbytes(matrices)
 
     def _room(self, plans: Sequence[LayerPlan]) -> UpdateRoom:
         """What updates and sums could use, without the layers whose state or gradients must be at home."""
@@ -89,7 +115,7 @@ class Planning:
 
     def _used_together(self, plans: Sequence[LayerPlan]) -> set[tuple[int, ...]]:
         """Layers in the pool at once, in the order in which they come: of the modules around one, then its own."""
-        layer_of = {parameter: index for index, cut in enumerate(self.cuts) for _, parameter in cut.parameters}
+        layer_of = self._layer_of
         owners = {id(owner.module): owner for owner in find_owners(self._model) if not owner.in_place}
         found: set[tuple[int, ...]] = set()
 

@@ -44,6 +44,8 @@ class Report:
     ----------
     stream_nbytes : int
         The ring through which optimizer state is streamed.
+    panels_nbytes : int
+        The ring through which weights go panel by panel.
     updated_parameters : int
         Updated in the last step.
     resident_parameters, streamed_parameters, early_parameters : int
@@ -71,6 +73,7 @@ class Report:
     pool_nbytes: int
     ring_nbytes: int
     stream_nbytes: int
+    panels_nbytes: int
     device_peak: int
     host_to_device_nbytes: int
     device_to_host_nbytes: int

@@ -25,6 +25,7 @@ from .convert import Materialiser, move_in
 from .cut import find_owners
 from .dispatch import Dispatch
 from .early import EarlyUpdates, SpareSlab, cut_spares, host_nbytes
+from .exactness import Exactness
 from .forward import ForwardScopes, scope_of
 from .gradient_slot import GradientSlot
 from .gradients import GradientFlow
@@ -119,6 +120,8 @@ class Runtime:
             moved=self._state_moved,
             wait=self.stalls.wait,
             update=update,
+            read=self._read_panels,
+            ahead=self._open_ahead,
         )
         self._build_training(model)
         self._build_updates(update)
@@ -156,7 +159,10 @@ class Runtime:
         for owner in find_owners(model):
             attach = self.scopes.attach_in_place if owner.in_place else self.scopes.attach
             attach(owner.module, scope_of(owner.module, owner.parameters, self._home))
-        self.dispatch = Dispatch(model, self._home, self.gradients)
+        exactness = Exactness(self.driver, self.factory, relaxed=self.options.numerics == "relaxed")
+        self.dispatch = Dispatch(
+            self._planning.operators, self._home, self.gradients, self.memory.panels, exactness
+        )
         self.dispatch.apply()
         for module in model.modules():
             self.guards.attach(module)
@@ -262,6 +268,15 @@ class Runtime:
         self.saved.watch_home(layer)
         return view
 
+    def _read_panels(self, layer: LayerState) -> View:
+        return self._read_at_home(layer, training=torch.is_grad_enabled() or in_backward(), backward=in_backward())
+
+    def _open_ahead(self, layer: LayerState) -> View | None:
+        """The host pages of a layer that is not used yet, or None while they are being updated."""
+        if not self.updates.poll(layer.index):
+            return None
+        return self.memory.cache.open_at_home(layer.index, self.stream())
+
     @contextlib.contextmanager
     def _stalling(self, layer: LayerState, stream: Stream, *, training: bool) -> Iterator[None]:
         """Wait until a layer's update is made or enqueued, and measure that and what `stream` waits for then."""
@@ -303,6 +318,7 @@ class Runtime:
         else:
             self.step_updates.submit(present, scale.factor)
         self.memory.trace.end_iteration()
+        self.memory.panels.end_iteration()
         self.stalls.submitted(self.stream())
         self._last_used = None
         self.steps += 1
@@ -388,6 +404,7 @@ class Runtime:
         self._settle_home(layer)
         self.step_updates.settle(layer)
         self.stream().synchronize()
+        self.memory.panels.forget()
         layer.parameter_versions[index] = layer.parameters[index]._version
         if not self.memory.cache.is_pinned(layer.index):
             self.memory.cache.evict(layer.index)
@@ -465,6 +482,7 @@ class Runtime:
             pool_nbytes=memory.budget.pool,
             ring_nbytes=memory.budget.ring,
             stream_nbytes=memory.budget.stream,
+            panels_nbytes=memory.budget.panels,
             device_peak=memory.budget.peak(memory.space.pool.peak),
             host_to_device_nbytes=moved[Direction.HOST_TO_DEVICE],
             device_to_host_nbytes=moved[Direction.DEVICE_TO_HOST],

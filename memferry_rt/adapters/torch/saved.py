@@ -40,6 +40,20 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def require_version(layer: LayerState, parameter: torch.Tensor, version: int) -> None:
+    """Refuse a backward after weights have changed, as PyTorch does.
+
+    Raises
+    ------
+    RuntimeError
+    """
+    if parameter._version != version:
+        raise RuntimeError(
+            f"backward needs a weight of layer {layer.name!r} as it was during forward, but it has been modified "
+            "by an inplace operation since, perhaps an optimizer step; call backward() before step()"
+        )
+
+
 class _SavedWeight:
     """A view of a parameter in its layer's slab, by place; `at_home` if it was one of host pages."""
 
@@ -123,12 +137,7 @@ class SavedWeights:
 
         def unpack(packed: Any) -> torch.Tensor:
             if type(packed) is _SavedWeight:
-                if packed.version != packed.parameter._version:
-                    raise RuntimeError(
-                        f"backward needs a weight of layer {packed.layer.name!r} as it was during forward, but it "
-                        "has been modified by an inplace operation since, perhaps an optimizer step; call "
-                        "backward() before step()"
-                    )
+                require_version(packed.layer, packed.parameter, packed.version)
                 return bring_back(packed.layer, packed.key, packed.at_home)
             if type(packed) is _Lower:
                 assert lower_unpack is not None
