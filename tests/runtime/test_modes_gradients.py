@@ -167,6 +167,18 @@ def test_gradients_of_the_user_are_added_to() -> None:
     assert equal(*both(act))
 
 
+def test_rows_that_the_user_wrote_do_not_stay() -> None:
+    def act(model: Any) -> Any:
+        for number in range(3):
+            next_token_loss(model, number).backward()
+            model.embedding.weight.grad.add_(0.25)
+            model.zero_grad()
+        next_token_loss(model, 3).backward()
+        return gradients(model)
+
+    assert equal(*both(act))
+
+
 def test_backward_that_failed_leaves_nothing_behind() -> None:
     def act(model: Any) -> Any:
         class Fails(torch.autograd.Function):
@@ -256,3 +268,52 @@ def test_autocast_in_place() -> None:
         return gradients(model)
 
     assert equal(*both(act))
+
+
+@pytest.mark.parametrize("mode", ["dha", "dha_then_load", "ring", "resident"])
+@pytest.mark.parametrize("gradient", ["buffer", "inplace"])
+def test_backward_after_a_step_fails_as_in_pytorch(mode: str, gradient: str) -> None:
+    torch.manual_seed(0)
+    model = Decoder(layers=2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    memferry_rt.offload(
+        model, optimizer, device="emulated", device_memory="300KiB", plan={"blocks.*": f"{mode}+{gradient}"}
+    )
+    loss, late = next_token_loss(model, 0), next_token_loss(model, 1)
+    loss.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
+    memferry_rt.restore(model)
+
+
+def test_restored_modules_have_their_own_forward() -> None:
+    torch.manual_seed(0)
+    model = Decoder(layers=2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    memferry_rt.offload(model, optimizer, device="emulated", device_memory="300KiB", plan=INPLACE)
+    assert "forward" in model.blocks[0].up.__dict__
+    memferry_rt.set_plan(model, {})
+    assert "forward" not in model.blocks[0].up.__dict__
+    memferry_rt.set_plan(model, "blocks.*=ring")
+    memferry_rt.restore(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    next_token_loss(model, 0).backward()
+
+
+def test_forward_of_somebody_else_stays() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    theirs = model[0].forward = lambda x: 2 * nn.Linear.forward(model[0], x)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    options: Any = {"device": "emulated", "device_memory": "9KiB"}
+    with pytest.raises(memferry_rt.UnsupportedError, match=r"'0' cannot do 'ring'.*can do .*dha"):
+        memferry_rt.offload(model, optimizer, plan={"0": "ring"}, **options)
+    expected = model(torch.ones(2, 8))
+    expected.sum().backward()
+    gradient = model[0].weight.grad
+    memferry_rt.offload(model, optimizer, plan={"*": "dha+inplace"}, **options)
+    model(torch.ones(2, 8)).sum().backward()
+    assert torch.equal(gradient, model[0].weight.grad)
+    memferry_rt.restore(model)
+    assert model[0].forward is theirs
