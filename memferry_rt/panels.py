@@ -14,11 +14,16 @@ from typing import NamedTuple
 from memferry_allocator import DevicePool, Direction, Driver, Event, Span, Stream, registrations
 from memferry_transport import TransferEngine
 
-from .device_kernels.moves import UNIT, DeviceMoves
+from .device_kernels.moves import READS, UNIT, DeviceMoves, Spread
 
 SLOTS = 3  # one is read, one is full, one is being filled
 PANEL = 8 << 20  # bytes
-ALIGNMENT = 256  # rows or columns that a panel has a multiple of: what the kernels' tiles fit in
+ALIGNMENTS = (
+    256,
+    64,
+    8,
+    1,
+)  # rows or columns that a panel has a multiple of, so that the kernels' tiles fit in it
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,10 @@ def borders(count: int, step: int) -> list[tuple[int, int]]:
 def panel_step(count: int, nbytes: int, largest: int = PANEL) -> int:
     """How many of `count` rows or columns, of `nbytes` bytes each, a panel of at most `largest` bytes has.
 
-    A multiple of `ALIGNMENT` where so many fit, and panels of a matrix as equal as that allows.
+    A multiple of the largest of `ALIGNMENTS` that fits, and panels of a matrix as equal as that allows.
     """
     fitting = max(1, largest // max(1, nbytes))
-    unit = ALIGNMENT if fitting >= ALIGNMENT else 1
+    unit = next(unit for unit in ALIGNMENTS if unit <= fitting)
     parts = -(-count // (fitting // unit * unit))
     return min(count, -(-count // (max(1, parts) * unit)) * unit) or 1
 
@@ -99,6 +104,8 @@ class PanelRing:
         At least 2.
     moves : DeviceMoves, optional
         A kernel that gathers panels of columns, instead of the copy engine.
+    spread : Spread
+        Of that kernel.
 
     Notes
     -----
@@ -123,6 +130,7 @@ class PanelRing:
         nbytes: int = PANEL,
         slots: int = SLOTS,
         moves: DeviceMoves | None = None,
+        spread: Spread = READS,
     ) -> None:
         if slots < 2:
             raise ValueError(f"a ring of {slots} slots cannot fill one while another is read; give it 2 or more")
@@ -131,6 +139,7 @@ class PanelRing:
         self._lane = engine.lane(Direction.HOST_TO_DEVICE)
         self._pool = pool
         self._moves = moves
+        self._spread = spread
         self._pages = registrations(driver)
         self.slot_nbytes = nbytes
         self.nbytes = slots * nbytes
@@ -250,7 +259,9 @@ class PanelRing:
         self.strided_bytes_in += panel.span.nbytes
         if self._moves is not None and not any(value % UNIT for value in (first, pitch, width)):
             source = self._driver.host_device_pointer(first, self._engine.device)
-            self._moves.copy_rows(to, width, source, pitch, width, panel.rows, stream=self._lane)
+            self._moves.copy_rows(
+                to, width, source, pitch, width, panel.rows, stream=self._lane, spread=self._spread
+            )
         else:
             self._driver.copy_rows(to, width, first, pitch, width, panel.rows, stream=self._lane)
 
