@@ -157,7 +157,7 @@ class LayerTimes:
     ) -> Iterator[Timing]:
         bytes_of = self._counted(work, before)
         pilot = self._stand.seconds(work, samples=1, warm_up=1, before=before)[0]
-        count = min(MOST, max(FEWEST, int(SECONDS / max(pilot, 1e-9))))
+        count = 1 if self._stand.emulated else min(MOST, max(FEWEST, int(SECONDS / pilot)))
         for beside in Copy:
             if beside is Copy.NONE:
                 samples, rate = self._stand.seconds(work, samples=count, warm_up=1, before=before), None
