@@ -190,6 +190,8 @@ class _LinearPart:
         return result
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.bias is not None and self.way.weights is not WeightPlace.DEVICE:
+            self._kit.touch(self.bias)
         return linear_forward(x, self.weight, self.bias, self._panels(by_columns=False))
 
     def input_gradient(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
