@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def test_copies_follow_one_another(recorded: dict[str, Any]) -> None:
     for mode in recorded["modes"]:
         copies = of(mode, timeline.COPY)
         assert bool(copies) == (mode["mode"] != "weights DHA")
-        for earlier, later in zip(copies, copies[1:], strict=False):
+        for earlier, later in itertools.pairwise(copies):
             assert earlier[2] <= later[1]
         for lane in (copies, of(mode, timeline.COMPUTE)):
             assert [label for label, *_ in lane] == sorted(label for label, *_ in lane)
