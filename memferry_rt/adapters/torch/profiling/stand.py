@@ -79,13 +79,12 @@ class Stand:
         self._enqueue_s = 0.0
 
     @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """Torch computes on `stream`, without gradients."""
+    def computing(self, stream: Stream | None = None) -> Iterator[None]:
+        """Torch computes on a stream, by default the stand's, without gradients."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if not self.emulated:
-                stream = torch.cuda.ExternalStream(self.stream.handle, device=self.torch_device)
-                stack.enter_context(torch.cuda.stream(stream))
+                stack.enter_context(torch.cuda.stream(self._external(stream or self.stream)))
             yield
 
     def home(self, shape: tuple[int, ...], dtype: torch.dtype) -> Home:
@@ -174,8 +173,11 @@ class Stand:
     def hold(self, stream: Stream) -> None:
         """Keep a stream busy for as long as the last warm-up took to enqueue, and half as long again."""
         seconds = min(1.5 * self._enqueue_s + LEAST_HELD, MOST_HELD)
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle, device=self.torch_device)):
+        with torch.cuda.stream(self._external(stream)):
             torch.cuda._sleep(int(seconds * CYCLES))
+
+    def _external(self, stream: Stream) -> torch.cuda.Stream:
+        return torch.cuda.ExternalStream(stream.handle, device=self.torch_device)
 
     def mark(self) -> Event:
         """The stream's time now."""
