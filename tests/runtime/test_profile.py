@@ -209,6 +209,35 @@ def test_a_way_that_computes_something_else_is_found(monkeypatch: pytest.MonkeyP
     assert timing(head, Phase.BACKWARD, WeightPlace.HOST).exact is False
 
 
+def test_only_inputs_that_get_gradients_in_training_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's input does; the table of positions beside it does not, though it is floating-point."""
+
+    class Positioned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(ROWS, WIDTH)
+            self.blocks = nn.ModuleList(Shifted() for _ in range(2))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x, table = self.embedding(ids), torch.ones(ids.shape[1], WIDTH)
+            for block in self.blocks:
+                x = block(x, table)
+            return x.sum()
+
+    class Shifted(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            asked.append((x.requires_grad, table.requires_grad))
+            return super().forward(x + table)
+
+    asked: list[tuple[bool, bool]] = []
+    measure(Positioned())
+    assert (True, False) in asked
+    assert not any(table for _, table in asked)
+
+
 def test_inputs_that_the_model_does_not_take_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="inputs of a forward"):
         profile_model(Model(), (), micro_batch=1, sequence=1, device="emulated")

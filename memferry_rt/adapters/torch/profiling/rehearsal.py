@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ STD = 0.02  # of weights; with much larger ones nothing finite would be left aft
 
 @dataclass(frozen=True)
 class Call:
-    """What a module was called with, on the device."""
+    """What a module was called with, on the device; tensors that get gradients in training require them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -52,7 +52,6 @@ class Subject:
     cut: Cut
     units: list[tuple[nn.Module, list[Call]]]
     like: str = ""
-    hooks: list[Any] = field(default_factory=list)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -93,13 +92,11 @@ def rehearse(
         subject.units = [(unit, []) for unit in units]
         alike = first.setdefault(kind, subject)
         subject.like = alike.cut.name
-    for subject in first.values():
-        _listen(subject)
-    with torch.no_grad():
+    hooks = [hook for subject in subjects for hook in _listen(subject, keep=subject in first.values())]
+    with torch.enable_grad():
         twin(*pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), tuple(inputs)))
-    for subject in first.values():
-        for hook in subject.hooks:
-            hook.remove()
+    for hook in hooks:
+        hook.remove()
     return subjects
 
 
@@ -171,13 +168,23 @@ def _owners(model: nn.Module, own: set[nn.Parameter]) -> Iterator[nn.Module]:
             yield module
 
 
-def _listen(subject: Subject) -> None:
+def _listen(subject: Subject, *, keep: bool) -> Iterator[Any]:
+    """Keep the calls of a layer's modules, and cut autograd's graph behind them: nothing goes back through it."""
     for unit, calls in subject.units:
 
-        def heard(
+        def called(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], calls: list[Call] = calls
         ) -> None:
-            kept = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+            kept = pytree.tree_map_only(torch.Tensor, _cut, (args, kwargs))
             calls.append(Call(*kept))
 
-        subject.hooks.append(unit.register_forward_pre_hook(heard, with_kwargs=True))
+        def over(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+            return pytree.tree_map_only(torch.Tensor, lambda x: _cut(x).clone() if x.requires_grad else x, result)
+
+        if keep:
+            yield unit.register_forward_pre_hook(called, with_kwargs=True)
+        yield unit.register_forward_hook(over)
+
+
+def _cut(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().requires_grad_(x.requires_grad)

@@ -21,7 +21,8 @@ from .ways import Homes, Kit, Way, computed, possible
 
 SECONDS = 0.04  # that samples of one timing may take together, about
 FEWEST, MOST = 2, 7
-LONGER = 1.5  # than the layer: the copy beside it
+SLOW = 0.05  # seconds: what takes so long is not measured often
+LONGER = 2.0  # than the layer: the copy beside it
 
 
 class Run:
@@ -54,16 +55,21 @@ class Run:
                     self._pending += [(y, _like(y)) for y in _outputs(unit, self._leaves(call)) if y.requires_grad]
         return kept
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether anything recorded needs a gradient."""
+        return bool(self._pending)
+
     def backward(self) -> None:
         """Once for each `record`."""
         results = [y for y, _ in self._pending]
         torch.autograd.backward(results, [dy for _, dy in self._pending])
 
     def _leaves(self, call: Call) -> Call:
-        """The call with inputs that get gradients."""
+        """The call with inputs of its own, of which those get gradients that do in training."""
 
         def leaf(x: torch.Tensor) -> torch.Tensor:
-            if not x.is_floating_point():
+            if not x.requires_grad:
                 return x
             self.inputs.append(x.detach().requires_grad_())
             return self.inputs[-1]
@@ -144,7 +150,7 @@ class LayerTimes:
             if way.gradients is GradientPlace.DEVICE:
                 yield from self._phase(Phase.FORWARD, way, run.forward, None, forward)
             run.record()
-            if run._pending:
+            if run.has_backward:
                 yield from self._phase(Phase.BACKWARD, way, run.backward, run.record, backward)
 
     def _phase(
@@ -157,7 +163,8 @@ class LayerTimes:
     ) -> Iterator[Timing]:
         bytes_of = self._counted(work, before)
         pilot = self._stand.seconds(work, samples=1, warm_up=1, before=before)[0]
-        count = 1 if self._stand.emulated else min(MOST, max(FEWEST, int(SECONDS / pilot)))
+        fewest = 1 if self._stand.emulated or pilot > SLOW else FEWEST
+        count = 1 if self._stand.emulated else min(MOST, max(fewest, int(SECONDS / pilot)))
         for beside in Copy:
             if beside is Copy.NONE:
                 samples, rate = self._stand.seconds(work, samples=count, warm_up=1, before=before), None
@@ -259,7 +266,7 @@ class LayerTimes:
         with _deterministic(), computed(subject, way, homes, self._kit):
             outputs = [y.clone() for y in run.forward()]
             run.record()
-            if run._pending:
+            if run.has_backward:
                 run.backward()
             self._stand.settle()
         gradients = [x.grad for x in run.inputs if x.grad is not None]
