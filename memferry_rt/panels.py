@@ -7,23 +7,20 @@ engine fills the next.  Nothing but events orders them, and no thread waits.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from memferry_allocator import DevicePool, Direction, Driver, Event, Span, Stream, registrations
+from memferry_allocator.sizes import align_up
 from memferry_transport import TransferEngine
 
 from .device_kernels.moves import READS, UNIT, DeviceMoves, Spread
 
 SLOTS = 3  # one is read, one is full, one is being filled
 PANEL = 8 << 20  # bytes
-ALIGNMENTS = (
-    256,
-    64,
-    8,
-    1,
-)  # rows or columns that a panel has a multiple of, so that the kernels' tiles fit in it
+SLOT_UNIT = 512
+ALIGNMENTS = (256, 64, 8, 1)  # what numbers of a panel's rows or columns are multiples of, for the kernels' tiles
 
 
 @dataclass(frozen=True)
@@ -85,6 +82,15 @@ def panel_step(count: int, nbytes: int, largest: int = PANEL) -> int:
     unit = next(unit for unit in ALIGNMENTS if unit <= fitting)
     parts = -(-count // (fitting // unit * unit))
     return min(count, -(-count // (max(1, parts) * unit)) * unit) or 1
+
+
+def ring_nbytes(matrices: Iterable[tuple[int, int, int]]) -> int:
+    """The ring for matrices of so many rows, columns, and bytes an element; 0 for none."""
+    slots = [
+        max(min(PANEL, rows * columns * itemsize), rows * itemsize, columns * itemsize)
+        for rows, columns, itemsize in matrices
+    ]
+    return SLOTS * align_up(max(slots, default=0), SLOT_UNIT)
 
 
 class PanelRing:
@@ -206,6 +212,12 @@ class PanelRing:
                 passage.fill()
         finally:
             passage.drop()
+            self._begun = None
+
+    def forget(self) -> None:
+        """Drop what was prefetched: the matrix is about to change."""
+        if self._begun is not None and not self._begun.taken:
+            self._begun.drop()
             self._begun = None
 
     def close(self, stream: Stream) -> None:
