@@ -15,12 +15,12 @@ from memferry_allocator import DevicePool, Direction, Driver, Event, Span, Strea
 from memferry_allocator.sizes import align_up
 from memferry_transport import TransferEngine
 
-from .device_kernels.moves import UNIT, DeviceMoves
+from .device_kernels.moves import READS, UNIT, DeviceMoves, Spread
 
 SLOTS = 3  # one is read, one is full, one is being filled
 PANEL = 8 << 20  # bytes
 SLOT_UNIT = 512
-ALIGNMENT = 256  # rows or columns that a panel has a multiple of: what the kernels' tiles fit in
+ALIGNMENTS = (256, 64, 8, 1)  # what numbers of a panel's rows or columns are multiples of, for the kernels' tiles
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ def borders(count: int, step: int) -> list[tuple[int, int]]:
 def panel_step(count: int, nbytes: int, largest: int = PANEL) -> int:
     """How many of `count` rows or columns, of `nbytes` bytes each, a panel of at most `largest` bytes has.
 
-    A multiple of `ALIGNMENT` where so many fit, and panels of a matrix as equal as that allows.
+    A multiple of the largest of `ALIGNMENTS` that fits, and panels of a matrix as equal as that allows.
     """
     fitting = max(1, largest // max(1, nbytes))
-    unit = ALIGNMENT if fitting >= ALIGNMENT else 1
+    unit = next(unit for unit in ALIGNMENTS if unit <= fitting)
     parts = -(-count // (fitting // unit * unit))
     return min(count, -(-count // (max(1, parts) * unit)) * unit) or 1
 
@@ -110,6 +110,8 @@ class PanelRing:
         At least 2.
     moves : DeviceMoves, optional
         A kernel that gathers panels of columns, instead of the copy engine.
+    spread : Spread
+        Of that kernel.
 
     Notes
     -----
@@ -134,6 +136,7 @@ class PanelRing:
         nbytes: int = PANEL,
         slots: int = SLOTS,
         moves: DeviceMoves | None = None,
+        spread: Spread = READS,
     ) -> None:
         if slots < 2:
             raise ValueError(f"a ring of {slots} slots cannot fill one while another is read; give it 2 or more")
@@ -142,6 +145,7 @@ class PanelRing:
         self._lane = engine.lane(Direction.HOST_TO_DEVICE)
         self._pool = pool
         self._moves = moves
+        self._spread = spread
         self._pages = registrations(driver)
         self.slot_nbytes = nbytes
         self.nbytes = slots * nbytes
@@ -267,7 +271,9 @@ class PanelRing:
         self.strided_bytes_in += panel.span.nbytes
         if self._moves is not None and not any(value % UNIT for value in (first, pitch, width)):
             source = self._driver.host_device_pointer(first, self._engine.device)
-            self._moves.copy_rows(to, width, source, pitch, width, panel.rows, stream=self._lane)
+            self._moves.copy_rows(
+                to, width, source, pitch, width, panel.rows, stream=self._lane, spread=self._spread
+            )
         else:
             self._driver.copy_rows(to, width, first, pitch, width, panel.rows, stream=self._lane)
 

@@ -12,9 +12,11 @@ import json
 import sys
 from pathlib import Path
 
-from ..records import RESULTS, Records, measured_apart
+from ..records import RESULTS, Records, Row, measured_apart
 from .operators import ROWS as OPERATORS
 from .summary import summarise
+from .training import ROWS as MODELS
+from .training import SMALL, fits, measure
 
 
 def main() -> None:
@@ -24,16 +26,29 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rows", default=",".join(OPERATORS), help=f"of {', '.join(OPERATORS)}")
+    known = [*OPERATORS, *MODELS]
+    parser.add_argument("--rows", help=f"of {', '.join(known)}; by default those that this machine has memory for")
     parser.add_argument("--small", action="store_true", help="sizes that only try the benchmark out")
     parser.add_argument("--limit", type=float, default=240, help="seconds that a process may take")
     parser.add_argument("--out", type=Path, default=RESULTS / "dha.json")
     arguments = parser.parse_args()
-    wanted = arguments.rows.split(",")
-    unknown = [name for name in wanted if name not in OPERATORS]
+    usual = [name for name in known if name not in MODELS or fits(MODELS[name])]
+    wanted = usual if arguments.rows is None else arguments.rows.split(",")
+    unknown = [name for name in wanted if name not in known]
     if unknown:
-        parser.error(f"--rows: there is no {unknown[0]!r}; known are {', '.join(OPERATORS)}")
-    records = Records(arguments.out, "dha", list(OPERATORS), summarise)
+        parser.error(f"--rows: there is no {unknown[0]!r}; known are {', '.join(known)}")
+    records = Records(arguments.out, "dha", known, summarise)
+    _operators([name for name in wanted if name in OPERATORS], records, arguments)
+    for name in wanted:
+        if name in MODELS:
+            job = SMALL if arguments.small else MODELS[name]
+            _put(records, name, measure(job, arguments.device, arguments.limit))
+    print(json.dumps(summarise(records.rows), indent=1))
+
+
+def _operators(wanted: list[str], records: Records, arguments: argparse.Namespace) -> None:
+    if not wanted:
+        return
     command = [sys.executable, "-m", "benchmarks.dha.operators", "--device", arguments.device]
     command += ["--rows", ",".join(wanted)] + ["--small"] * arguments.small
     done = measured_apart(command, arguments.limit)
@@ -41,10 +56,13 @@ def main() -> None:
         row = (
             {"torch": done["result"]["torch"], **done["result"]["rows"][name]} if done["status"] == "ok" else done
         )
-        records.put(name, row)
-        if row["status"] != "ok":
-            print(f"{name}: {row['message']}", file=sys.stderr)
-    print(json.dumps(summarise(records.rows), indent=1))
+        _put(records, name, row)
+
+
+def _put(records: Records, name: str, row: Row) -> None:
+    records.put(name, row)
+    if row["status"] != "ok":
+        print(f"{name}: {row['message']}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from memferry_allocator import Direction, Stream
 from memferry_rt.adapters.torch.profiling import Buffer, Home
 
 from .common import Bench
+from .spreads import READ, WRITTEN
 
 PRODUCTS = 6
-WRITES, READS = (1, 2, 4, 8, 16, 32), (2, 4, 8, 32)
 
 
 def beside(bench: Bench) -> dict[str, Any]:
@@ -47,12 +47,12 @@ def _neighbours(bench: Bench, home: Home, buffer: Buffer, other: Stream) -> dict
     moves, engine, nbytes = bench.moves, bench.stand.engine, bench.sizes.writing
     near, far = buffer.span, bench.stand.far(home)
     found: dict[str, Callable[[], object]] = {
-        f"writes of {n} blocks": lambda n=n: moves.copy(far, near.ptr, nbytes, stream=other, blocks=n)
-        for n in WRITES
+        f"writes of {name}": lambda s=s: moves.copy(far, near.ptr, nbytes, stream=other, spread=s)
+        for name, s in WRITTEN.items()
     }
     found |= {
-        f"reads of {n} blocks": lambda n=n: moves.copy(near.ptr, far, nbytes, stream=other, blocks=n)
-        for n in READS
+        f"reads of {name}": lambda s=s: moves.copy(near.ptr, far, nbytes, stream=other, spread=s)
+        for name, s in READ.items()
     }
     found["copy engine from the device"] = lambda: engine.copy(
         home.span, near, Direction.DEVICE_TO_HOST, stream=other

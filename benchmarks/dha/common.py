@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from memferry_allocator import Stream
 from memferry_rt.adapters.torch.profiling import Home, Stand
 from memferry_rt.device_kernels import DeviceMoves, open_device_moves
 
@@ -25,11 +27,13 @@ class Bench:
     sizes: Sizes
     moves: DeviceMoves
     random: torch.Generator
+    other: Stream
 
     @classmethod
     def on(cls, stand: Stand, sizes: Sizes) -> Bench:
         random = torch.Generator(stand.torch_device).manual_seed(0)
-        return cls(stand, sizes, open_device_moves(stand.driver, stand.device), random)
+        moves = open_device_moves(stand.driver, stand.device)
+        return cls(stand, sizes, moves, random, stand.driver.create_stream(stand.device))
 
     def normal(self, *size: int) -> torch.Tensor:
         """Random values on the device."""
@@ -45,6 +49,13 @@ class Bench:
         home = self.stand.home(tuple(values.shape), values.dtype)
         home.host.copy_(values.cpu())
         return home
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[Stream]:
+        """Torch computes on another stream, after what the stand's holds by now."""
+        self.other.wait(self.stand.stream.record())
+        with self.stand.computing(self.other):
+            yield self.other
 
     def measure(self, work: Callable[[], object], *, times: int = 1, **options: Any) -> Entry:
         """An entry with all samples and their median, of one of `times` that the work does."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from memferry_rt.adapters.torch.operators import (
+    clear_rows,
     embedding_forward,
     embedding_gradient_rows,
     gradient_of_rows,
@@ -71,8 +72,12 @@ def _rows(bench: Bench, home: Home, tokens: int) -> dict[str, Any]:
     _check(bench, home, ids, dy, before)
 
     def whole() -> None:
+        """Rows of the step before are cleared while the gradient is computed."""
+        with bench.beside() as other:
+            clear_rows(home.mapped, rows, before, moves=bench.moves, stream=other)
         made = gradient_of_rows(rows, places, dy)
-        write_rows(home.mapped, rows, made, before, moves=bench.moves, stream=bench.stand.stream)
+        write_rows(home.mapped, rows, made, moves=bench.moves, stream=bench.stand.stream)
+        bench.stand.stream.wait(other.record())
 
     values = gradient_of_rows(rows, places, dy)
 

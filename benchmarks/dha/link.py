@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .common import Bench
+from .spreads import READ, WRITTEN
 
 
 def link(bench: Bench) -> dict[str, Any]:
@@ -21,12 +22,13 @@ def link(bench: Bench) -> dict[str, Any]:
         "kernel_reads": {},
         "kernel_writes": {},
     }
-    for blocks in (1, 2, 4, 8):
-        found["kernel_reads"][str(blocks)] = bench.measure(
-            lambda n=blocks: bench.moves.copy(near, far, nbytes, stream=stand.stream, blocks=n)
+    for name, spread in READ.items():
+        found["kernel_reads"][name] = bench.measure(
+            lambda s=spread: bench.moves.copy(near, far, nbytes, stream=stand.stream, spread=s)
         )
-        found["kernel_writes"][str(blocks)] = bench.measure(
-            lambda n=blocks: bench.moves.copy(far, near, nbytes, stream=stand.stream, blocks=n)
+    for name, spread in WRITTEN.items():
+        found["kernel_writes"][name] = bench.measure(
+            lambda s=spread: bench.moves.copy(far, near, nbytes, stream=stand.stream, spread=s)
         )
     stand.settle()
     home.close()

@@ -18,12 +18,13 @@ import torch
 from memferry_allocator import open_device
 from memferry_rt.adapters.torch.profiling import Stand
 
-from . import beside, embedding, link, ring, weight_gradient
+from . import beside, embedding, link, memory, ring, weight_gradient
 from .common import Bench
 from .sizes import SMALL, Sizes
 
 ROWS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "link": link.link,
+    "memory": memory.memory,
     "embedding": embedding.embedding,
     "rows": embedding.gradient,
     "weight_gradient": weight_gradient.gradient,

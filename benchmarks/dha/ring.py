@@ -15,9 +15,11 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from memferry_rt.adapters.torch.operators import linear_forward, linear_input_gradient
 from memferry_rt.adapters.torch.operators.linear import WeightPanel
 from memferry_rt.adapters.torch.profiling import Home
+from memferry_rt.device_kernels import READS, Spread
 from memferry_rt.panels import SLOTS, Cut, PanelRing, panel_step
 
 from .common import Bench, check_close
+from .spreads import GATHERED
 
 Chain = Callable[[], torch.Tensor]
 
@@ -44,7 +46,7 @@ def ring(bench: Bench) -> dict[str, Any]:
         }
         for nbytes in bench.sizes.panels:
             case["forward"].append(_forward(bench, weights, x, nbytes))
-            for gathered in ("engine", "kernel"):
+            for gathered in GATHERED:
                 case["input_gradient"].append(_input_gradient(bench, weights, dy, nbytes, gathered))
         cases.append(case)
     stand.settle()
@@ -56,7 +58,7 @@ def ring(bench: Bench) -> dict[str, Any]:
 def _forward(bench: Bench, weights: list[Home], x: torch.Tensor, nbytes: int) -> dict[str, Any]:
     outer, inner = bench.sizes.linear
     cut = Cut(False, panel_step(outer, inner * bench.sizes.dtype.itemsize, nbytes))
-    panels = _ring(bench, cut, nbytes, by_kernel=False)
+    panels = _ring(bench, cut, nbytes, spread=None)
 
     def layer(home: Home) -> Chain:
         return lambda: linear_forward(x, home.host, None, _views(bench, panels, home, cut))
@@ -82,7 +84,7 @@ def _input_gradient(
 ) -> dict[str, Any]:
     outer, inner = bench.sizes.linear
     cut = Cut(True, panel_step(inner, outer * bench.sizes.dtype.itemsize, nbytes))
-    panels = _ring(bench, cut, nbytes, by_kernel=gathered == "kernel")
+    panels = _ring(bench, cut, nbytes, spread=GATHERED[gathered])
 
     def layer(home: Home) -> Chain:
         return lambda: linear_input_gradient(dy, home.host, _views(bench, panels, home, cut))
@@ -94,26 +96,29 @@ def _input_gradient(
     check_close(found[some], dy[some].double() @ weight.double(), "input gradient over panels")
 
     def drain() -> None:
-        for _ in panels.panels(weights[0].matrix, cut, stream=bench.stand.stream):
-            pass
+        for home in weights:  # both: what was read a moment ago is not read faster again
+            for _ in panels.panels(home.matrix, cut, stream=bench.stand.stream):
+                pass
 
     result = {
         "panel_nbytes": nbytes,
         "step": cut.step,
         "gathered_by": gathered,
         **_chain_times(bench, chain),
-        "copy": bench.measure(drain),
+        "copy": bench.measure(drain, times=len(weights)),
         "exact": torch.equal(found, torch.mm(dy, weight)),
     }
     panels.close(bench.stand.stream)
     return result
 
 
-def _ring(bench: Bench, cut: Cut, nbytes: int, *, by_kernel: bool) -> PanelRing:
+def _ring(bench: Bench, cut: Cut, nbytes: int, *, spread: Spread | None) -> PanelRing:
     stand = bench.stand
     pool = stand.pool(SLOTS * nbytes)
-    moves = bench.moves if by_kernel else None
-    return PanelRing(stand.driver, stand.engine, pool, stand.stream, nbytes=nbytes, moves=moves)
+    moves = bench.moves if spread else None
+    return PanelRing(
+        stand.driver, stand.engine, pool, stand.stream, nbytes=nbytes, moves=moves, spread=spread or READS
+    )
 
 
 def _views(bench: Bench, panels: PanelRing, home: Home, cut: Cut) -> Iterator[WeightPanel]:

@@ -37,6 +37,7 @@ class Sizes:
     beside: int = 8192
     writing: int = 1 << 30
     link: int = 1 << 30
+    state: int = 1 << 27  # parameters
     samples: int = 10
     dtype: torch.dtype = torch.bfloat16
 
@@ -44,14 +45,15 @@ class Sizes:
 SMALL = Sizes(
     table=(512, 64),
     lookups=(16, 64),
-    linear=(96, 64),
+    linear=(48, 32),
     few=(4, 8),
     many=(16, 32),
-    panels=(8 << 10,),
-    chain=2,
+    panels=(4 << 10,),
+    chain=1,
     beside=16,
     writing=1 << 14,
     link=1 << 16,
+    state=1 << 12,
     samples=2,
     dtype=torch.float32,
 )

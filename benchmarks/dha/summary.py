@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..records import Row
+from .training import ROWS as MODELS
 
 Case = dict[str, Any]
 
@@ -16,7 +17,9 @@ def summarise(rows: dict[str, Row]) -> dict[str, Any]:
     for name, row in rows.items():
         if row["status"] != "ok":
             found[name] = {"failed": row["message"]}
-        elif name in MAKERS:
+        elif name in MODELS:
+            found[name] = _training(row, rows)
+        else:
             found[name] = MAKERS[name](row["result"], _link(rows))
     return found
 
@@ -117,13 +120,23 @@ def _beside(result: Case, _: Any) -> list[Case]:
     ]
 
 
-def _training(result: Case, _: Any) -> Case:
-    report, summary = result["report"], result["summary"]
+def _training(row: Row, rows: dict[str, Row]) -> Case:
+    """An iteration against what bounds it, each measured in the same run: computing, the link, host memory."""
+    report, summary = row["result"]["report"], row["result"]["summary"]
+    steps, link, memory = max(1, report["steps"]), _link(rows), rows.get("memory")
+    bounds = {"compute": report["times"]["busy"]}
+    if link is not None:
+        ways = (("to_device", "host_to_device_nbytes"), ("from_device", "device_to_host_nbytes"))
+        bounds |= {way: report[moved] / steps / link[way] for way, moved in ways}
+    if memory is not None and memory["status"] == "ok":
+        bounds["memory"] = report["dram_nbytes"] / steps / memory["result"]["bytes_per_second"]
     return {
         "iteration_s": summary["iteration_s"],
         "device_peak_bytes": summary["device_peak_bytes"],
-        "tokens_per_second": summary["tokens_per_second"],
         "device_memory": report["device_memory"],
+        "tokens_per_second": summary["tokens_per_second"],
+        "bounds_s": bounds,
+        "over_bound": summary["iteration_s"] / max(bounds.values()),
     }
 
 
@@ -133,6 +146,7 @@ def _median(entry: Case) -> float:
 
 MAKERS: dict[str, Callable[[Case, Any], Any]] = {
     "link": _link_figures,
+    "memory": lambda result, _: {key: result[key] for key in ("threads", "bytes_per_second")},
     "embedding": _embedding,
     "rows": _rows,
     "weight_gradient": _weight_gradient,

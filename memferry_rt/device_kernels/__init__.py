@@ -2,15 +2,16 @@
 
 from .adam import MAPPED_BLOCKS, DeviceAdam, open_device_adam
 from .gradients import DeviceGradients, open_device_gradients
-from .moves import READ_BLOCKS, WRITE_BLOCKS, DeviceMoves, open_device_moves
+from .moves import READS, WRITES, DeviceMoves, Spread, open_device_moves
 
 __all__ = [
     "MAPPED_BLOCKS",
-    "READ_BLOCKS",
-    "WRITE_BLOCKS",
+    "READS",
+    "WRITES",
     "DeviceAdam",
     "DeviceGradients",
     "DeviceMoves",
+    "Spread",
     "open_device_adam",
     "open_device_gradients",
     "open_device_moves",

@@ -5,16 +5,41 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from memferry_allocator import Driver, Span, Stream
 
 from .emulated import on_the_host
 
 UNIT = 16  # bytes that a thread moves at a time
-READ_BLOCKS, WRITE_BLOCKS = 4, 2  # keep the link busy; more would only take multiprocessors from others
 ROW_BLOCKS = 4  # of `scatter_rows`, whose loads depend on others
-MOST_UNITS = 1 << 32  # of rows in one launch
+MOST_UNITS = 1 << 32  # in one launch
+THREADS, WARP = 512, 32  # of a block
 INDEX = 8  # bytes of a row's number
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a move is spread over multiprocessors.
+
+    Attributes
+    ----------
+    blocks : int
+        No more than keep the link busy: the others' multiprocessors are somebody else's.
+    warps : bool
+        Blocks of a single warp with few registers, which fit beside the blocks of a matrix product; otherwise
+        large ones, each of which has a multiprocessor for itself.
+    settle : bool
+        No thread goes on before what it has written is in place: the way to the link does not fill up.
+    """
+
+    blocks: int
+    warps: bool = False
+    settle: bool = False
+
+
+READS, WRITES = Spread(4), Spread(2)
 
 
 class DeviceMoves(ABC):
@@ -26,9 +51,9 @@ class DeviceMoves(ABC):
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
-    def copy(self, target: int, source: int, nbytes: int, *, stream: Stream, blocks: int = WRITE_BLOCKS) -> None:
+    def copy(self, target: int, source: int, nbytes: int, *, stream: Stream, spread: Spread = WRITES) -> None:
         """Enqueue a copy; `nbytes` is a multiple of `UNIT`, as are pointers."""
-        self.copy_rows(target, nbytes, source, nbytes, nbytes, 1, stream=stream, blocks=blocks)
+        self.copy_rows(target, nbytes, source, nbytes, nbytes, 1, stream=stream, spread=spread)
 
     def copy_rows(
         self,
@@ -40,7 +65,7 @@ class DeviceMoves(ABC):
         rows: int,
         *,
         stream: Stream,
-        blocks: int = READ_BLOCKS,
+        spread: Spread = READS,
     ) -> None:
         """Enqueue copies of `rows` rows of `width` bytes, which begin every so many bytes.
 
@@ -51,7 +76,7 @@ class DeviceMoves(ABC):
         """
         if any(value % UNIT for value in (target, target_pitch, source, source_pitch, width)):
             raise ValueError(f"rows of {width} bytes, or their places, are not aligned to {UNIT} bytes")
-        if rows > 1 and rows * width // UNIT >= MOST_UNITS:
+        if rows * max(width, target_pitch, source_pitch) // UNIT >= MOST_UNITS:
             raise ValueError(f"{rows} rows of {width} bytes are more than one kernel moves; move them in parts")
         if not width or not rows:
             return
@@ -61,7 +86,7 @@ class DeviceMoves(ABC):
             writes=row_spans(target, target_pitch, width, rows),
             label="move rows",
         ):
-            self._move(stream, target, target_pitch, source, source_pitch, width, rows, blocks)
+            self._move(stream, target, target_pitch, source, source_pitch, width, rows, spread)
 
     @abstractmethod
     def scatter_rows(
@@ -104,7 +129,7 @@ class DeviceMoves(ABC):
         source_pitch: int,
         width: int,
         rows: int,
-        blocks: int,
+        spread: Spread,
     ) -> None: ...
 
 
@@ -135,7 +160,14 @@ class CudaMoves(DeviceMoves):
         stream: Stream,
         blocks: int = ROW_BLOCKS,
     ) -> None:
-        self._launch("memferry_scatter_rows", stream, (target, rows, values, skip), width, count, blocks)
+        units = width // UNIT
+        self._module.launch(
+            "memferry_scatter_rows",
+            stream,
+            threads=units * count,
+            arguments=self._module.sizes(target, rows, values, skip, units, count),
+            blocks=blocks,
+        )
 
     def _move(
         self,
@@ -146,17 +178,20 @@ class CudaMoves(DeviceMoves):
         source_pitch: int,
         width: int,
         rows: int,
-        blocks: int,
+        spread: Spread,
     ) -> None:
-        places = (target, target_pitch // UNIT, source, source_pitch // UNIT)
-        self._launch("memferry_move", stream, places, width, rows, blocks)
-
-    def _launch(
-        self, name: str, stream: Stream, places: tuple[int, ...], width: int, rows: int, blocks: int
-    ) -> None:
-        units = width // UNIT
-        arguments: list[ctypes.c_size_t] = self._module.sizes(*places, units, rows)
-        self._module.launch(name, stream, threads=units * rows, arguments=arguments, blocks=blocks)
+        units = width // UNIT * rows
+        arguments: list[Any] = [
+            ctypes.c_size_t(target),
+            ctypes.c_uint(target_pitch // UNIT),
+            ctypes.c_size_t(source),
+            ctypes.c_uint(source_pitch // UNIT),
+            ctypes.c_uint(width // UNIT),
+            ctypes.c_uint(units),
+            ctypes.c_int(spread.settle),
+        ]
+        name, block = ("memferry_seep", WARP) if spread.warps else ("memferry_move", THREADS)
+        self._module.launch(name, stream, threads=units, arguments=arguments, blocks=spread.blocks, block=block)
 
 
 class EmulatedMoves(DeviceMoves):
@@ -194,7 +229,7 @@ class EmulatedMoves(DeviceMoves):
         source_pitch: int,
         width: int,
         rows: int,
-        blocks: int,
+        spread: Spread,
     ) -> None:
         for row in range(rows):
             there, here = (

@@ -24,7 +24,7 @@ from memferry_rt.adapters.torch.operators import (
     write_rows,
 )
 from memferry_rt.adapters.torch.profiling import Home, Stand
-from memferry_rt.device_kernels import DeviceMoves, open_device_moves
+from memferry_rt.device_kernels import DeviceMoves, Spread, open_device_moves
 from memferry_rt.panels import Cut, PanelRing, borders
 from memferry_rt.staging import StagingRing
 
@@ -71,20 +71,26 @@ def close_to(found: torch.Tensor, exact: torch.Tensor) -> bool:
 # -- moving bytes -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("nbytes", [16, 4096, 8 * 512 * 16 * 3 + 16, 5 * MIB + 48])
 @pytest.mark.parametrize("blocks", [1, 2, 4, 64])
-def test_a_kernel_moves_bytes_both_ways(stand: Stand, moves: DeviceMoves, nbytes: int, blocks: int) -> None:
+@pytest.mark.parametrize("warps", [False, True])
+@pytest.mark.parametrize("settle", [False, True])
+def test_a_kernel_moves_bytes_both_ways(
+    stand: Stand, moves: DeviceMoves, nbytes: int, blocks: int, warps: bool, settle: bool
+) -> None:
+    spread = Spread(blocks, warps, settle)
     values = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     there, back = far(stand, values), stand.home((nbytes,), torch.uint8)
     here = stand.buffer((nbytes,), torch.uint8)
-    moves.copy(here.span.ptr, stand.far(there), nbytes, stream=stand.stream, blocks=blocks)
-    moves.copy(stand.far(back), here.span.ptr, nbytes, stream=stand.stream, blocks=blocks)
+    moves.copy(here.span.ptr, stand.far(there), nbytes, stream=stand.stream, spread=spread)
+    moves.copy(stand.far(back), here.span.ptr, nbytes, stream=stand.stream, spread=spread)
     stand.settle()
     assert torch.equal(back.host, values)
 
 
-def test_a_kernel_gathers_columns(stand: Stand, moves: DeviceMoves) -> None:
+@pytest.mark.parametrize("spread", [Spread(4), Spread(132, warps=True), Spread(3, warps=True, settle=True)])
+def test_a_kernel_gathers_columns(stand: Stand, moves: DeviceMoves, spread: Spread) -> None:
     values = torch.randint(0, 256, (301, 4096), dtype=torch.uint8)
     home, here = far(stand, values), stand.buffer((301, 160), torch.uint8)
-    moves.copy_rows(here.span.ptr, 160, stand.far(home) + 48, 4096, 160, 301, stream=stand.stream)
+    moves.copy_rows(here.span.ptr, 160, stand.far(home) + 48, 4096, 160, 301, stream=stand.stream, spread=spread)
     stand.settle()
     assert torch.equal(here.tensor.cpu(), values[:, 48:208])
 

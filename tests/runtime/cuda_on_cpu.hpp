@@ -40,6 +40,8 @@ static unsigned __float_as_uint(float value) {
     return bits;
 }
 
+static void __threadfence_system() {}
+
 static thread_local dim blockIdx, threadIdx;
 static dim blockDim, gridDim;
 
@@ -92,7 +94,13 @@ extern "C" void launch(const char *name, int blocks, int threads, void **a) {
         });
     else if (!std::strcmp(name, "memferry_move"))
         on_threads(blocks, threads, [=] {
-            memferry_move((uint4 *)size(0), size(1), (const uint4 *)size(2), size(3), size(4), size(5));
+            memferry_move((uint4 *)size(0), number(1), (const uint4 *)size(2), number(3), number(4), number(5),
+                          number(6));
+        });
+    else if (!std::strcmp(name, "memferry_seep"))
+        on_threads(blocks, threads, [=] {
+            memferry_seep((uint4 *)size(0), number(1), (const uint4 *)size(2), number(3), number(4), number(5),
+                          number(6));
         });
     else if (!std::strcmp(name, "memferry_scatter_rows"))
         on_threads(blocks, threads, [=] {

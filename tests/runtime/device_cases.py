@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memferry_allocator import Stream
-from memferry_rt.device_kernels import DeviceAdam, DeviceGradients, DeviceMoves
+from memferry_rt.device_kernels import DeviceAdam, DeviceGradients, DeviceMoves, Spread
 from memferry_rt.native import AdamSettings, load_adam, load_gradient_kernels
 
 from .updates import State, assert_same_bits, name_of, wide_range
@@ -123,7 +123,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
 
 
-def check_move(machine: Machine, width: int, rows: int, gaps: tuple[int, int], blocks: int, mapped: bool) -> None:
+def check_move(
+    machine: Machine, width: int, rows: int, gaps: tuple[int, int], spread: Spread, mapped: bool
+) -> None:
     """Rows of units arrive, and nothing between them changes."""
     pitches = [width + gap for gap in gaps]
     units = torch.arange(4 * pitches[0] * rows, dtype=torch.float32).view(rows, 4 * pitches[0])
@@ -134,7 +136,7 @@ def check_move(machine: Machine, width: int, rows: int, gaps: tuple[int, int], b
     )
     sizes = [16 * size for size in (pitches[1], pitches[0], width)]
     machine.moves.copy_rows(
-        target, sizes[0], source, sizes[1], sizes[2], rows, stream=machine.stream, blocks=blocks
+        target, sizes[0], source, sizes[1], sizes[2], rows, stream=machine.stream, spread=spread
     )
     poison[:, : 4 * width] = units[:, : 4 * width]
     assert torch.equal(machine.get(target, poison.view(-1)).view(torch.int32), poison.view(-1).view(torch.int32))

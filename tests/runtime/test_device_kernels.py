@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from memferry_allocator import EmulatedOptions, RaceError, open_driver
 from memferry_rt.device_kernels import (
+    Spread,
     compile,
     module,
     open_device_adam,
@@ -47,11 +48,19 @@ class SourceModule:
         self._library = library
 
     def launch(
-        self, name: str, stream: Any, *, threads: int, arguments: list[Any], blocks: int | None = None
+        self,
+        name: str,
+        stream: Any,
+        *,
+        threads: int,
+        arguments: list[Any],
+        blocks: int | None = None,
+        block: int = threads,
     ) -> None:
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        grid = max(1, min(blocks or 2, -(-threads // self.threads)))
-        self._library.launch(name.encode(), grid, self.threads, pointers)
+        block = min(block, self.threads)
+        grid = max(1, min(blocks or 2, -(-threads // block)))
+        self._library.launch(name.encode(), grid, block, pointers)
 
 
 class HostDriver(SimpleNamespace):
@@ -297,14 +306,14 @@ def test_nvrtc_compiles_the_source_without_contraction() -> None:
     width=st.integers(1, 40),
     rows=st.integers(1, 30),
     gaps=st.tuples(st.integers(0, 3), st.integers(0, 3)),
-    blocks=st.integers(1, 3),
+    spread=st.builds(Spread, st.integers(1, 3), st.booleans(), st.booleans()),
     mapped=st.booleans(),
 )
 @settings(max_examples=15)
 def test_rows_are_moved(
-    machine: Machine, width: int, rows: int, gaps: tuple[int, int], blocks: int, mapped: bool
+    machine: Machine, width: int, rows: int, gaps: tuple[int, int], spread: Spread, mapped: bool
 ) -> None:
-    check_move(machine, width, rows, gaps, blocks, mapped)
+    check_move(machine, width, rows, gaps, spread, mapped)
     machine.release()
 
 

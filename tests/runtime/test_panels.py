@@ -19,6 +19,7 @@ from memferry_allocator import (
     Stream,
     open_driver,
 )
+from memferry_allocator.sizes import align_up
 from memferry_rt.adapters.torch.operators import (
     LaneOutbox,
     linear_forward,
@@ -110,6 +111,17 @@ def test_a_linear_layer_over_the_ring(case: tuple[int, int, int, int, int, bool]
     assert torch.equal(dx, dy @ world.weight)
 
 
+def test_a_ring_waits_for_whoever_had_its_memory() -> None:
+    world = World(7, 16, 16)
+    before = world.pool.allocate(64 * KIB, stream=world.stream)
+    with world.driver.launch(world.stream, writes=[Span(before, 64 * KIB)]):
+        pass
+    world.pool.deallocate(before, 64 * KIB, stream=world.stream)
+    ring = world.ring(20 * KIB)
+    ring.prefetch(world.matrix, Cut(False, 16))
+    assert torch.equal(next(world.panels(ring, Cut(False, 16)))[2], world.weight)
+
+
 def test_what_was_prefetched_of_another_matrix_is_dropped() -> None:
     world = World(1, 16, 16)
     ring = world.ring(256)
@@ -173,7 +185,7 @@ def test_a_weight_gradient_leaves_through_the_outbox(
     columns = columns * 4  # whole units of 16 bytes
     step = min(step, 8 * KIB // (columns * ITEMSIZE))
     world = World(seed, rows, columns)
-    ring = StagingRing(world.pool, 16 * KIB, world.stream)
+    ring = StagingRing(world.pool, 2 * align_up(step * columns * ITEMSIZE, 256), world.stream)
     x, dy = random(tokens, columns), random(tokens, rows)
     before = world.weight.clone()
     homes: list[Span] = []

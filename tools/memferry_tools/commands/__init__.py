@@ -9,10 +9,11 @@ import typer
 
 from ..errors import ToolError
 from ..version import version
-from . import bandwidth, topo, train
+from . import bandwidth, profile, topo, train
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "bandwidth": bandwidth.command,
+    "profile": profile.command,
     "topo": topo.command,
     "train": train.command,
 }

@@ -6,6 +6,7 @@ device all are the CPU's.  The caller declares what is touched with `Driver.laun
 
 from .embedding import (
     accumulate_rows,
+    clear_rows,
     embedding_forward,
     embedding_gradient_rows,
     gradient_of_rows,
@@ -25,6 +26,7 @@ __all__ = [
     "Outbox",
     "accumulate_rows",
     "bias_gradient",
+    "clear_rows",
     "embedding_forward",
     "embedding_gradient_rows",
     "exact_modes",

@@ -114,22 +114,47 @@ def write_rows(
     stream : Stream, optional
         Torch's current stream, for `moves`.
     """
-    stale = None if previous_rows is None or not previous_rows.numel() else ~_among(previous_rows, rows)
-    width = home.shape[1] * home.element_size()
-    if moves is None or stream is None or not home.is_cuda or width % UNIT or home.data_ptr() % UNIT:
-        if stale is not None and previous_rows is not None:
-            home.index_fill_(0, previous_rows[stale], 0)
+    if previous_rows is not None:
+        clear_rows(home, rows, previous_rows, moves=moves, stream=stream)
+    if not rows.numel():
+        return
+    kernel = _kernel_for(home, moves)
+    if kernel is None or stream is None:
         home.index_copy_(0, rows, values)
         return
-    values = values.contiguous()
-    target, count = home.data_ptr(), rows.shape[0]
-    if stale is not None and previous_rows is not None:
-        fresh = stale.logical_not()
-        moves.scatter_rows(
-            target, previous_rows.data_ptr(), 0, fresh.data_ptr(), width, previous_rows.shape[0], stream=stream
-        )
-    if count:
-        moves.scatter_rows(target, rows.data_ptr(), values.data_ptr(), 0, width, count, stream=stream)
+    values, width = values.contiguous(), home.shape[1] * home.element_size()
+    kernel.scatter_rows(
+        home.data_ptr(), rows.data_ptr(), values.data_ptr(), 0, width, rows.shape[0], stream=stream
+    )
+
+
+def clear_rows(
+    home: torch.Tensor,
+    rows: torch.Tensor,
+    previous_rows: torch.Tensor,
+    *,
+    moves: DeviceMoves | None = None,
+    stream: Stream | None = None,
+) -> None:
+    """Zero those of `previous_rows` that are not among `rows`: the part of `write_rows` that needs no values.
+
+    It touches none of `rows`, so that it may run beside what computes and writes them.  Parameters as there.
+    """
+    if not previous_rows.numel():
+        return
+    kept = _among(previous_rows, rows)
+    kernel = _kernel_for(home, moves)
+    if kernel is None or stream is None:
+        home.index_fill_(0, previous_rows[~kept], 0)
+        return
+    width, count = home.shape[1] * home.element_size(), previous_rows.shape[0]
+    kernel.scatter_rows(home.data_ptr(), previous_rows.data_ptr(), 0, kept.data_ptr(), width, count, stream=stream)
+
+
+def _kernel_for(home: torch.Tensor, moves: DeviceMoves | None) -> DeviceMoves | None:
+    """The kernel, where it can write rows of `home`."""
+    aligned = home.shape[1] * home.element_size() % UNIT == 0 and home.data_ptr() % UNIT == 0
+    return moves if home.is_cuda and aligned else None
 
 
 def accumulate_rows(

@@ -17,7 +17,7 @@ from ..tensors import TensorFactory
 
 WARM_UP = 3
 CYCLES = 1.8e9  # of a device in a second, about: how long it is held back
-MOST_HELD = 0.1  # seconds
+LEAST_HELD, MOST_HELD = 2e-4, 0.1  # seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,15 +76,15 @@ class Stand:
         self.engine = TransferEngine(driver, device)
         self._pools: list[DevicePool] = []
         self._buffers: list[int] = []
+        self._enqueue_s = 0.0
 
     @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """Torch computes on `stream`, without gradients."""
+    def computing(self, stream: Stream | None = None) -> Iterator[None]:
+        """Torch computes on a stream, by default the stand's, without gradients."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if not self.emulated:
-                stream = torch.cuda.ExternalStream(self.stream.handle, device=self.torch_device)
-                stack.enter_context(torch.cuda.stream(stream))
+                stack.enter_context(torch.cuda.stream(self._external(stream or self.stream)))
             yield
 
     def home(self, shape: tuple[int, ...], dtype: torch.dtype) -> Home:
@@ -136,17 +136,16 @@ class Stand:
         before : callable, optional
             Called before each sample, untimed.
         """
-        held = 0.0
-        for _ in range(max(1, warm_up)):
+        for _ in range(warm_up):
             if before is not None:
                 before()
             start = time.perf_counter()
             work()
-            held = time.perf_counter() - start
+            self._enqueue_s = time.perf_counter() - start
             self.settle()
-        return tuple(self._sample(work, before, 1.5 * held + 2e-4) for _ in range(samples))
+        return tuple(self._sample(work, before) for _ in range(samples))
 
-    def _sample(self, work: Callable[[], object], before: Callable[[], object] | None, held: float) -> float:
+    def _sample(self, work: Callable[[], object], before: Callable[[], object] | None) -> float:
         if before is not None:
             before()
         self.settle()
@@ -155,17 +154,30 @@ class Stand:
             work()
             self.settle()
             return time.perf_counter() - began
-        torch.cuda._sleep(int(min(held, MOST_HELD) * CYCLES))
+        self.hold(self.stream)
         start = self.mark()
-        lanes = [self.engine.lane(direction) for direction in Direction]
-        for lane in lanes:
+        for lane in self.lanes:
             lane.wait(start)
         work()
-        for lane in lanes:
+        for lane in self.lanes:
             self.stream.wait(lane.record())
         end = self.mark()
         end.synchronize()
         return end.elapsed_since(start)
+
+    @property
+    def lanes(self) -> list[Stream]:
+        """What carries copies in either direction."""
+        return [self.engine.lane(direction) for direction in Direction]
+
+    def hold(self, stream: Stream) -> None:
+        """Keep a stream busy for as long as the last warm-up took to enqueue, and half as long again."""
+        seconds = min(1.5 * self._enqueue_s + LEAST_HELD, MOST_HELD)
+        with torch.cuda.stream(self._external(stream)):
+            torch.cuda._sleep(int(seconds * CYCLES))
+
+    def _external(self, stream: Stream) -> torch.cuda.Stream:
+        return torch.cuda.ExternalStream(stream.handle, device=self.torch_device)
 
     def mark(self) -> Event:
         """The stream's time now."""
