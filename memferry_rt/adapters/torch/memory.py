@@ -14,6 +14,7 @@ from ...trace import AccessTrace
 from .budget import Budget
 from .counted import CountedEngine
 from .layer import LayerState
+from .outgoing import Outgoing, open_outgoing
 from .residence import Residents
 from .tensors import TensorFactory
 from .weight_panels import WeightPanels
@@ -52,6 +53,8 @@ class DeviceMemory:
         Weights that come panel by panel.
     ring : StagingRing or None
         What gradients leave through.
+    outgoing : Outgoing or None
+        What gradients in place are made in.
     streaming : StateStream or None
         What optimizer state is updated through.
     residents : Residents
@@ -81,6 +84,7 @@ class DeviceMemory:
         self._stream = stream
         self._update = update
         self._wait = wait
+        self._factory = factory
         self._measure = not factory.emulated  # whose clock knows nothing of the CPU's work
         self.budget = budget
         self.engine = CountedEngine(driver, device, layers)
@@ -102,6 +106,7 @@ class DeviceMemory:
         )
         self.residents = Residents(self.engine, factory, moved)
         self.ring: StagingRing | None = None
+        self.outgoing: Outgoing | None = None
         self.streaming: StateStream | None = None
         self._streamed = (0, 0)  # bytes in and out through rings that are closed
 
@@ -118,6 +123,10 @@ class DeviceMemory:
                 self._driver, self._device, self._update, pool, self.budget.stream, measure=self._measure
             )
         self.ring = StagingRing(pool, self.budget.ring, stream, wait=self._wait) if self.budget.ring else None
+        if self.budget.outgoing:
+            self.outgoing = open_outgoing(
+                self.engine, self._factory, pool, self.budget.outgoing, self._stream, wait=self._wait
+            )
 
     @property
     def bytes_moved(self) -> dict[Direction, int]:
@@ -152,6 +161,9 @@ class DeviceMemory:
         if self.ring is not None:
             self.ring.close(stream)
             self.ring = None
+        if self.outgoing is not None:
+            self.outgoing.close(stream)
+            self.outgoing = None
 
     def resize(self, budget: Budget) -> None:
         """Exchange the budget, after `drop`; what was in device memory comes back as far as there is room."""
