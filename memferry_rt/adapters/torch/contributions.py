@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from memferry_allocator import Stream
+
+from ...device_kernels import DeviceMoves
 from .norm import norm_of_rows, norms_of, piece_rows
 from .operators import Outbox, accumulate_rows, embedding_gradient_rows, weight_gradient, write_rows
 
@@ -65,6 +68,7 @@ class Contribution(abc.ABC):
         rows: torch.Tensor | None,
         complete: bool,
         outbox: Outbox | None = None,
+        scatter: tuple[DeviceMoves, Stream] | None = None,
     ) -> Written:
         """Write it to the gradient's home, or add it to the sum that is there.
 
@@ -80,6 +84,8 @@ class Contribution(abc.ABC):
             Whether the sum's norm is wanted.
         outbox : Outbox, optional
             Where panels are made, and who takes them home.
+        scatter : (DeviceMoves, Stream), optional
+            A kernel that writes rows with few blocks, and torch's current stream.
 
         """
 
@@ -112,6 +118,7 @@ class LinearWeight(Contribution):
         rows: torch.Tensor | None,
         complete: bool,
         outbox: Outbox | None = None,
+        scatter: tuple[DeviceMoves, Stream] | None = None,
     ) -> Written:
         count, width = home.shape
         step = piece_rows(count, width)
@@ -165,6 +172,7 @@ class EmbeddingRows(Contribution):
         rows: torch.Tensor | None,
         complete: bool,
         outbox: Outbox | None = None,
+        scatter: tuple[DeviceMoves, Stream] | None = None,
     ) -> Written:
         named, values = embedding_gradient_rows(
             self._ids, self._dy, self._num_rows, self._padding, scale_grad_by_freq=self._scale
@@ -172,7 +180,8 @@ class EmbeddingRows(Contribution):
         present = torch.arange(self._num_rows, device=home.device) if rows is None else rows
         if partial:
             named, values = accumulate_rows(home, named, values, present)
-        write_rows(home, named, values, present)
+        moves, stream = scatter or (None, None)
+        write_rows(home, named, values, present, moves=moves, stream=stream)
         norm = None
         if complete:
             norm = norm_of_rows(named, values, (home.shape[0], home.shape[1]), device=home.device)

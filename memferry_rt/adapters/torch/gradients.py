@@ -26,6 +26,7 @@ from memferry_allocator import Direction, Driver, Event, Span, Stream
 from memferry_allocator.driver import Bracket
 from memferry_transport import TransferEngine
 
+from ...device_kernels import DeviceMoves
 from ...plan.modes import GradientMode
 from ...staging import StagingRing
 from .contributions import Contribution
@@ -91,6 +92,7 @@ class GradientFlow:
         self._accumulate = accumulate
         self._ring: StagingRing | None = None
         self._outgoing: Outgoing | None = None
+        self._moves: DeviceMoves | None = None
         self._lane = engine.lane(Direction.DEVICE_TO_HOST)
         self._homes: dict[LayerState, _LayerHome] = {}
         self._segments: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
@@ -163,10 +165,13 @@ class GradientFlow:
                 slot.show(slot.home)
                 slot.version = slot.home._version if unchanged else -1
 
-    def use_ring(self, ring: StagingRing | None, outgoing: Outgoing | None) -> None:
+    def use(
+        self, ring: StagingRing | None = None, outgoing: Outgoing | None = None, moves: DeviceMoves | None = None
+    ) -> None:
         """Exchange what gradients leave through; those under way have come home."""
         self._ring = ring
         self._outgoing = outgoing
+        self._moves = moves
         self._segments.clear()
 
     def detach(self) -> None:
@@ -268,7 +273,13 @@ class GradientFlow:
             with self._driver.launch(
                 stream, reads=[] if partial is None else spans, writes=spans, label=f"gradient of {slot.name}"
             ):
-                written = pending[0].write(slot.home, partial=partial is not None, rows=rows, complete=complete)
+                written = pending[0].write(
+                    slot.home,
+                    partial=partial is not None,
+                    rows=rows,
+                    complete=complete,
+                    scatter=None if self._moves is None else (self._moves, stream),
+                )
         else:
             written = pending[0].write(slot.home, partial=False, rows=rows, complete=complete, outbox=box)
         slot.layer.traffic.written_in_place += written.nbytes

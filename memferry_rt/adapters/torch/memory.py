@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from memferry_allocator import Direction, Driver, Event, Mode, Place, ShadowSpace, Stream, View
 
 from ...cache import LayerCache
+from ...device_kernels import DeviceMoves
 from ...device_update import DeviceUpdate
+from ...plan.modes import GradientMode
 from ...staging import StagingRing
 from ...streaming import StateStream
 from ...trace import AccessTrace
 from .budget import Budget
 from .counted import CountedEngine
 from .layer import LayerState
-from .outgoing import Outgoing, open_outgoing
+from .outgoing import Outgoing, open_moves
 from .residence import Residents
 from .tensors import TensorFactory
 from .weight_panels import WeightPanels
@@ -55,6 +57,8 @@ class DeviceMemory:
         What gradients leave through.
     outgoing : Outgoing or None
         What gradients in place are made in.
+    moves : DeviceMoves or None
+        Kernels that write gradients in place; opened when some are.
     streaming : StateStream or None
         What optimizer state is updated through.
     residents : Residents
@@ -107,6 +111,7 @@ class DeviceMemory:
         self.residents = Residents(self.engine, factory, moved)
         self.ring: StagingRing | None = None
         self.outgoing: Outgoing | None = None
+        self.moves: DeviceMoves | None = None
         self.streaming: StateStream | None = None
         self._streamed = (0, 0)  # bytes in and out through rings that are closed
 
@@ -123,10 +128,11 @@ class DeviceMemory:
                 self._driver, self._device, self._update, pool, self.budget.stream, measure=self._measure
             )
         self.ring = StagingRing(pool, self.budget.ring, stream, wait=self._wait) if self.budget.ring else None
-        if self.budget.outgoing:
-            self.outgoing = open_outgoing(
-                self.engine, self._factory, pool, self.budget.outgoing, self._stream, wait=self._wait
-            )
+        if any(layer.plan.gradient is GradientMode.INPLACE for layer in self._layers):
+            self.moves = self.moves or open_moves(self._driver, self._device)
+        if self.budget.outgoing and self.moves is not None:
+            ring = StagingRing(pool, self.budget.outgoing, stream, wait=self._wait)
+            self.outgoing = Outgoing(self.engine, self._factory, ring, self.moves, self._stream)
 
     @property
     def bytes_moved(self) -> dict[Direction, int]:

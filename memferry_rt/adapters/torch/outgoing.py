@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from memferry_allocator import DevicePool, Event, Span, Stream
+from memferry_allocator import Driver, Span, Stream
 from memferry_transport import TransferEngine
 
 from ...device_kernels import DeviceMoves, open_device_moves
@@ -42,7 +42,7 @@ class Outgoing:
         self._engine = engine
         self._factory = factory
         self._ring = ring
-        self.moves = moves
+        self._moves = moves
         self._stream = stream
         self._tensors: dict[Span, torch.Tensor] = {}
 
@@ -57,7 +57,7 @@ class Outgoing:
             self._tensor,
             stream=self._stream(),
             home=home,
-            moves=self.moves,
+            moves=self._moves,
         )
 
     def close(self, stream: Stream) -> None:
@@ -71,18 +71,9 @@ class Outgoing:
         return made
 
 
-def open_outgoing(
-    engine: TransferEngine,
-    factory: TensorFactory,
-    pool: DevicePool,
-    nbytes: int,
-    stream: Callable[[], Stream],
-    *,
-    wait: Callable[[Stream, Event], None],
-) -> Outgoing | None:
-    """Take the ring from the pool; None where the kernels cannot be compiled."""
+def open_moves(driver: Driver, device: int) -> DeviceMoves | None:
+    """The kernels that write gradients home; None where they cannot be compiled, and torch's do."""
     try:
-        moves = open_device_moves(engine.driver, engine.device)
+        return open_device_moves(driver, device)
     except DeviceKernelError:
         return None
-    return Outgoing(engine, factory, StagingRing(pool, nbytes, stream(), wait=wait), moves, stream)
