@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memferry_rt
+from memferry_tools.train.reference import pieces
 
 pytestmark = pytest.mark.gpu
 
-VOCABULARY, WIDTH, TOKENS, BATCH = 4096, 512, 128, 2
+VOCABULARY, WIDTH, TOKENS, BATCH = 12288, 512, 128, 2  # tables of two pieces of the norm
 EMBEDDING = ["resident", "stream", "dha"]
 BLOCK = [*EMBEDDING, "dha_then_load", "ring"]
 GRADIENT = ["buffer", "inplace"]
@@ -81,13 +82,13 @@ def plain(
             (loss_of(model, number * accumulate + micro) / accumulate).backward()
         total = 0.0
         for parameter in model.parameters():
-            norm = float(torch._foreach_norm([parameter.grad], 2, dtype=torch.float64)[0])  # of one piece
-            total += norm * norm
+            for norm in torch._foreach_norm(pieces(parameter.grad), 2, dtype=torch.float64):
+                total += float(norm) * float(norm)
         scale = min(1.0, 1.0 / (math.sqrt(total) + 1e-6))
         for name, parameter in model.named_parameters():
-            masters[name].grad = (
-                parameter.grad.float().cpu().mul_(scale) if scale != 1.0 else parameter.grad.float().cpu()
-            )
+            masters[name].grad = parameter.grad.float().cpu()
+            if scale != 1.0:
+                masters[name].grad.mul_(scale)
             parameter.grad = None
         optimizer.step()
         with torch.no_grad():
@@ -102,7 +103,7 @@ def offloaded(
     """Trained with `plans` one after the other, changed at every step."""
     model = built(dtype, checkpointed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    options = {"device_memory": "2GiB", "pool_memory": "64MiB", **options}
+    options = {"device_memory": "2GiB", "pool_memory": "256MiB", **options}
     memferry_rt.offload(model, optimizer, device="cuda", max_grad_norm=1.0, plan=plans[0], **options)
     runtime = memferry_rt.runtime_of(model)
     try:
@@ -152,13 +153,8 @@ def test_modes_changed_at_every_step(dtype: torch.dtype, options: dict[str, Any]
 
 
 def test_modes_are_proved_by_counters() -> None:
-    plan = {
-        "embedding": "dha+inplace",
-        "blocks.0": "dha+inplace",
-        "blocks.1": "ring+inplace",
-        "blocks.2": "stream",
-    }
-    _, report = offloaded(torch.bfloat16, 2, 1, [plan], optimizer_split="cpu", pool_memory="32MiB")
+    plan = {"embedding": "dha+inplace", "blocks.0": "dha+inplace", "blocks.1": "ring+inplace"}
+    _, report = offloaded(torch.bfloat16, 2, 1, [plan], optimizer_split="cpu")
     layers = {layer.name: layer for layer in report.per_layer}
     for name in ("embedding", "blocks.0"):
         assert layers[name].copied_in == layers[name].copied_out == layers[name].pool_nbytes == 0
