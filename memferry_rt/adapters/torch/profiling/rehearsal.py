@@ -108,7 +108,12 @@ def _twin(model: nn.Module) -> nn.Module:
         )
         for parameter in model.parameters()
     }
-    return copy.deepcopy(model, memo)
+    twin = copy.deepcopy(model, memo)
+    if hasattr(
+        getattr(twin, "config", None), "use_cache"
+    ):  # of transformers: calls would change what they are given
+        twin.config.use_cache = False
+    return twin
 
 
 def _give_weights(

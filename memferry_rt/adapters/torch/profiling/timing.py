@@ -263,7 +263,9 @@ class LayerTimes:
         return _same(found.outputs, plain.outputs), _same(found.gradients, plain.gradients)
 
     def _trace(self, subject: Subject, way: Way, homes: Homes, run: Run) -> Traced:
-        with _deterministic(), computed(subject, way, homes, self._kit):
+        devices = [] if self._stand.emulated else [self._stand.device]
+        with torch.random.fork_rng(devices), _deterministic(), computed(subject, way, homes, self._kit):
+            torch.manual_seed(0)  # dropout is the same every time
             outputs = [y.clone() for y in run.forward()]
             run.record()
             if run.has_backward:

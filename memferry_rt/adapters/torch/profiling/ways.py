@@ -118,7 +118,13 @@ class Homes:
 
 
 def possible(subject: Subject, way: Way, kit: Kit) -> bool:
-    """Whether a layer can be computed so: panels need a linear layer whose rows and columns fit a slot."""
+    """Whether a layer can be computed so.
+
+    Panels need a linear layer whose rows and columns fit a slot; gradients at home need parameters that one module
+    alone uses.
+    """
+    if way.gradients is GradientPlace.HOST and _shared(subject):
+        return False
     if way.weights is not WeightPlace.RING:
         return True
     matrices = [module.weight for module in _modules(subject) if type(module) is nn.Linear]
@@ -147,6 +153,12 @@ def computed(subject: Subject, way: Way, homes: Homes, kit: Kit) -> Iterator[Non
                 sent = parameter.register_post_accumulate_grad_hook(_sends(home, kit))
                 undo.callback(sent.remove)
         yield
+
+
+def _shared(subject: Subject) -> bool:
+    """Whether several modules use one parameter: its gradients are added, and not written by each."""
+    used = [p for module in _modules(subject) for p in module._parameters.values() if p is not None]
+    return len(used) > len(set(used))
 
 
 def _modules(subject: Subject) -> Iterator[nn.Module]:
