@@ -25,12 +25,13 @@ from .recipe import Recipe
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a run's state may lie, in bytes; None takes the default."""
+    """Where a run's state may lie, in bytes, and the modes of its layers; None takes the default."""
 
     target: Target
     device_memory: int | None = None
     host_memory: int | None = None
     pool_memory: int | None = None
+    mode: str | None = None
     async_step: bool = True
 
 
@@ -166,4 +167,5 @@ class OffloadedTraining:
             accumulate=self._recipe.accumulate,
             accumulate_dtype=self._recipe.accumulate_dtype,
             param_init_fn=initialise,
+            plan=self._placement.mode,
         )
