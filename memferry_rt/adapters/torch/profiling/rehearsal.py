@@ -109,10 +109,9 @@ def _twin(model: nn.Module) -> nn.Module:
         for parameter in model.parameters()
     }
     twin = copy.deepcopy(model, memo)
-    if hasattr(
-        getattr(twin, "config", None), "use_cache"
-    ):  # of transformers: calls would change what they are given
-        twin.config.use_cache = False
+    config = vars(twin).get("config")
+    if hasattr(config, "use_cache"):  # transformers would fill it from call to call
+        config.use_cache = False
     return twin
 
 
