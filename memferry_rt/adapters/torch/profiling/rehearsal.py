@@ -110,7 +110,7 @@ def _twin(model: nn.Module) -> nn.Module:
     }
     twin = copy.deepcopy(model, memo)
     config = vars(twin).get("config")
-    if hasattr(config, "use_cache"):  # transformers would fill it from call to call
+    if config is not None and hasattr(config, "use_cache"):  # transformers would fill it from call to call
         config.use_cache = False
     return twin
 
