@@ -98,7 +98,7 @@ def plain(
 
 
 def offloaded(
-    dtype: torch.dtype, steps: int, accumulate: int, plans: Any, *, checkpointed: bool = False, **options: Any
+    dtype: torch.dtype, steps: int, micro_steps: int, plans: Any, *, checkpointed: bool = False, **options: Any
 ) -> tuple[dict[str, torch.Tensor], memferry_rt.Report]:
     """Trained with `plans` one after the other, changed at every step."""
     model = built(dtype, checkpointed)
@@ -110,8 +110,8 @@ def offloaded(
         for number in range(steps):
             if number:
                 memferry_rt.set_plan(model, plans[number % len(plans)])
-            for micro in range(accumulate):
-                (loss_of(model, number * accumulate + micro) / accumulate).backward()
+            for micro in range(micro_steps):
+                (loss_of(model, number * micro_steps + micro) / micro_steps).backward()
             optimizer.step()
             optimizer.zero_grad()
         found = {name: value.clone() for name, value in runtime.master_parameters().items()}

@@ -52,8 +52,8 @@ class Runtime:
     Attributes
     ----------
     grad_norm : float or None
-        The 2-norm of all gradients in the last step, before clipping: fp64 2-norms of the parameters'
-        gradients, their squares added in the order of ``model.parameters()``.
+        The 2-norm of all gradients in the last step, before clipping: fp64 2-norms of the pieces of the
+        parameters' gradients (`norm`), their squares added in the order of ``model.parameters()``.
     skipped_steps : int
         Steps not made because the norm was infinite or not a number.
     """
