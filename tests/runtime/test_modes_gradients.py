@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memferry_rt
 from memferry_allocator import EmulatedOptions
@@ -139,6 +140,20 @@ def test_weights_that_several_use(micro_steps: int) -> None:
         return gradients(model)
 
     assert equal(*both(act))
+
+
+@pytest.mark.parametrize("mode", ["stream+inplace", "dha+inplace", "ring+inplace"])
+def test_gradients_that_arrive_twice_in_one_backward(mode: str) -> None:
+    """As of a block that a re-entrant checkpoint runs, and the model itself once more."""
+    job = Job(lambda: Decoder(_twice_checkpointed, layers=2), next_token_loss, steps=3, lr=1e-3)
+    for share in (1.7, 20.0):
+        assert_same(plain(job), offloaded(job, share=share, plan={"blocks.*": mode}, spare_slabs=3))
+
+
+def _twice_checkpointed(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    for block in blocks:
+        x = block(checkpoint(block, x, use_reentrant=True))
+    return x
 
 
 def test_kept_gradients_keep_their_values() -> None:
@@ -317,3 +332,15 @@ def test_forward_of_somebody_else_stays() -> None:
     assert torch.equal(gradient, model[0].weight.grad)
     memferry_rt.restore(model)
     assert model[0].forward is theirs
+
+
+def test_rows_written_in_another_mode_do_not_stay() -> None:
+    def act(model: Any) -> Any:
+        for ids, mode in (([1, 2], "inplace"), ([3, 4], "buffer"), ([5], "inplace")):
+            if hasattr(model, "_memferry_runtime"):
+                memferry_rt.set_plan(model, {"embedding": f"dha+{mode}"})
+            model.zero_grad()
+            model.embedding(torch.tensor(ids)).square().sum().backward()
+        return gradients(model)
+
+    assert equal(*both(act))

@@ -71,6 +71,8 @@ class Budget:
         The layers whose weights never leave the pool.
     panels : int
         Bytes of the ring through which weights go panel by panel.
+    outgoing : int
+        Bytes of the ring in which gradients are made panel by panel; 0 where torch's memory serves for that.
     together : int
         What the weights that are needed at the same time must have of the pool.
     least, comfortable, wanted : int
@@ -97,6 +99,8 @@ class Budget:
     device: int | None
     kept: tuple[int, ...] = ()
     panels: int = 0
+    outgoing: int = 0
+    most_outgoing: int = 0
 
     @property
     def torch_limit(self) -> int:
@@ -159,11 +163,13 @@ class Budget:
         first layers before weights: they would leave when backward is over and nothing is left to hide it.
         """
         ring = _ring(self.pool, self.largest_gradient, self.together)
-        stream = min(self.room.streaming, self.pool // 8, self.pool - self.together - ring)
-        stream = stream // SMALLEST_STREAM * SMALLEST_STREAM
-        left = self.pool - ring - stream - self.weights - self.panels
+        free = self.pool - self.together - ring
+        outgoing = self.most_outgoing if self.most_outgoing <= free else 0
+        free -= outgoing
+        stream = min(self.room.streaming, self.pool // 8, free) // SMALLEST_STREAM * SMALLEST_STREAM
+        left = self.pool - ring - outgoing - stream - self.weights - self.panels
         sums: dict[int, int] = {}
-        more = max(left, min(self.pool // 8, self.pool - self.together - ring - stream))
+        more = max(left, min(self.pool // 8, free - stream))
         for layer, nbytes in enumerate(self.room.summed):
             if 0 < nbytes <= more:
                 sums[layer] = nbytes
@@ -175,7 +181,14 @@ class Budget:
                 left -= nbytes - sums.pop(layer, 0)
         if stream < self.room.least or len(resident) == len(self.room.resident):
             stream = 0  # it would not pay, or nothing is left that could use it
-        return replace(self, ring=ring, stream=max(stream, 0), resident=tuple(resident), summed=tuple(sums))
+        return replace(
+            self,
+            ring=ring,
+            outgoing=outgoing,
+            stream=max(stream, 0),
+            resident=tuple(resident),
+            summed=tuple(sums),
+        )
 
 
 def plan_budget(
@@ -188,6 +201,7 @@ def plan_budget(
     room: UpdateRoom | None = None,
     plans: Sequence[LayerPlan] | None = None,
     panels: int = 0,
+    outgoing: int = 0,
 ) -> Budget:
     """Share a device budget.
 
@@ -208,6 +222,8 @@ def plan_budget(
         What each layer does; by default all are streamed.
     panels : int
         Bytes of the ring through which weights go panel by panel.
+    outgoing : int
+        Bytes of the ring that gradients in place are made in, if there is room for it.
 
     Raises
     ------
@@ -239,9 +255,9 @@ def plan_budget(
     weights = sum(in_pool)
     room = room or UpdateRoom()
     ring = _whole_ring(gradient) if gradient else 0
-    wanted = max(weights + panels + ring + room.wanted, RING_UNIT)
+    wanted = max(weights + panels + outgoing + ring + room.wanted, RING_UNIT)
     arriving = stay + 2 * max(in_pool, default=0)
-    comfortable = min(arriving + ring + room.streaming, wanted)
+    comfortable = min(arriving + ring + outgoing + room.streaming, wanted)
     if pool is not None:
         chosen = pool
     elif device is None:
@@ -267,6 +283,7 @@ def plan_budget(
         device=device,
         kept=kept,
         panels=panels,
+        most_outgoing=outgoing,
     ).shared()
 
 

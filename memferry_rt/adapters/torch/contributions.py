@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from memferry_allocator import Stream
+
+from ...device_kernels import DeviceMoves
 from .norm import norm_of_rows, norms_of, piece_rows
-from .operators import accumulate_rows, embedding_gradient_rows, weight_gradient, write_rows
+from .operators import Outbox, accumulate_rows, embedding_gradient_rows, weight_gradient, write_rows
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,21 @@ class Contribution(abc.ABC):
     def dense(self) -> torch.Tensor:
         """The addition as autograd makes it."""
 
+    def panel_nbytes(self, home: torch.Tensor) -> int:
+        """Bytes of each panel that an outbox is given; 0 for a contribution that needs none."""
+        return 0
+
     @abc.abstractmethod
-    def write(self, home: torch.Tensor, *, partial: bool, rows: torch.Tensor | None, complete: bool) -> Written:
+    def write(
+        self,
+        home: torch.Tensor,
+        *,
+        partial: bool,
+        rows: torch.Tensor | None,
+        complete: bool,
+        outbox: Outbox | None = None,
+        scatter: tuple[DeviceMoves, Stream] | None = None,
+    ) -> Written:
         """Write it to the gradient's home, or add it to the sum that is there.
 
         Parameters
@@ -66,6 +82,10 @@ class Contribution(abc.ABC):
             The only rows of the home that may be other than zero now; None where that is not known.
         complete : bool
             Whether the sum's norm is wanted.
+        outbox : Outbox, optional
+            Where panels are made, and who takes them home.
+        scatter : (DeviceMoves, Stream), optional
+            A kernel that writes rows with few blocks, and torch's current stream.
 
         """
 
@@ -86,7 +106,20 @@ class LinearWeight(Contribution):
     def dense(self) -> torch.Tensor:
         return self._dy.reshape(-1, self._dy.shape[-1]).t() @ self._x.reshape(-1, self._x.shape[-1])
 
-    def write(self, home: torch.Tensor, *, partial: bool, rows: torch.Tensor | None, complete: bool) -> Written:
+    def panel_nbytes(self, home: torch.Tensor) -> int:
+        count, width = home.shape
+        return piece_rows(count, width) * width * home.element_size()
+
+    def write(
+        self,
+        home: torch.Tensor,
+        *,
+        partial: bool,
+        rows: torch.Tensor | None,
+        complete: bool,
+        outbox: Outbox | None = None,
+        scatter: tuple[DeviceMoves, Stream] | None = None,
+    ) -> Written:
         count, width = home.shape
         step = piece_rows(count, width)
         borders = [(start, min(count, start + step)) for start in range(0, count, step)]
@@ -97,7 +130,7 @@ class LinearWeight(Contribution):
             def visit(start: int, stop: int, panel: torch.Tensor) -> None:
                 norms.append(norms_of([panel])[0])
 
-        weight_gradient(self._dy, self._x, home, partial=partial, borders=borders, visit=visit)
+        weight_gradient(self._dy, self._x, home, partial=partial, borders=borders, outbox=outbox, visit=visit)
         nbytes = home.numel() * home.element_size()
         return Written(torch.stack(norms) if complete else None, None, nbytes, nbytes if partial else 0)
 
@@ -131,14 +164,24 @@ class EmbeddingRows(Contribution):
         )
         return made
 
-    def write(self, home: torch.Tensor, *, partial: bool, rows: torch.Tensor | None, complete: bool) -> Written:
+    def write(
+        self,
+        home: torch.Tensor,
+        *,
+        partial: bool,
+        rows: torch.Tensor | None,
+        complete: bool,
+        outbox: Outbox | None = None,
+        scatter: tuple[DeviceMoves, Stream] | None = None,
+    ) -> Written:
         named, values = embedding_gradient_rows(
             self._ids, self._dy, self._num_rows, self._padding, scale_grad_by_freq=self._scale
         )
         present = torch.arange(self._num_rows, device=home.device) if rows is None else rows
         if partial:
             named, values = accumulate_rows(home, named, values, present)
-        write_rows(home, named, values, present)
+        moves, stream = scatter or (None, None)
+        write_rows(home, named, values, present, moves=moves, stream=stream)
         norm = None
         if complete:
             norm = norm_of_rows(named, values, (home.shape[0], home.shape[1]), device=home.device)

@@ -26,12 +26,15 @@ from memferry_allocator import Direction, Driver, Event, Span, Stream
 from memferry_allocator.driver import Bracket
 from memferry_transport import TransferEngine
 
+from ...device_kernels import DeviceMoves
 from ...plan.modes import GradientMode
 from ...staging import StagingRing
 from .contributions import Contribution
 from .gradient_slot import GradientSlot, accumulation, lies_alike, storage_of
 from .layer import LayerState
 from .norm import norm_of
+from .operators import LaneOutbox
+from .outgoing import Outgoing
 
 
 @dataclass(eq=False)
@@ -88,6 +91,8 @@ class GradientFlow:
         self._ring_tensor = ring_tensor
         self._accumulate = accumulate
         self._ring: StagingRing | None = None
+        self._outgoing: Outgoing | None = None
+        self._moves: DeviceMoves | None = None
         self._lane = engine.lane(Direction.DEVICE_TO_HOST)
         self._homes: dict[LayerState, _LayerHome] = {}
         self._segments: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
@@ -160,9 +165,13 @@ class GradientFlow:
                 slot.show(slot.home)
                 slot.version = slot.home._version if unchanged else -1
 
-    def use_ring(self, ring: StagingRing | None) -> None:
-        """Exchange the ring; gradients under way have come home."""
+    def use(
+        self, ring: StagingRing | None = None, outgoing: Outgoing | None = None, moves: DeviceMoves | None = None
+    ) -> None:
+        """Exchange what gradients leave through; those under way have come home."""
         self._ring = ring
+        self._outgoing = outgoing
+        self._moves = moves
         self._segments.clear()
 
     def detach(self) -> None:
@@ -219,6 +228,15 @@ class GradientFlow:
         parameter = slot.parameter
         return torch.full((), -0.0, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
+    def _is_written(self, slot: GradientSlot, stream: Stream) -> None:
+        """A kernel on `stream` writes a gradient home: on the lane, whose events tell of all that came before."""
+        self._lane.wait(stream.record())
+        slot.leaving = self._last = self._lane.record()
+
+    def _outbox(self, slot: GradientSlot, contribution: Contribution) -> LaneOutbox | None:
+        nbytes = contribution.panel_nbytes(slot.home)
+        return self._outgoing.box(slot.span, nbytes) if nbytes and self._outgoing is not None else None
+
     def _accumulates(self, slot: GradientSlot) -> bool:
         """Whether this backward puts a gradient into the parameter's ``grad``, not into a caller's hands."""
         try:
@@ -239,6 +257,9 @@ class GradientFlow:
         self._settle(slot.layer)
         if partial is None:
             self._let_go(slot)
+        elif slot.leaving is not None:  # this very backward has written it a moment ago
+            self._wait(stream, slot.leaving)
+            slot.leaving = None
         if home.bracket is not None:
             home.bracket.end()
             home.bracket = None
@@ -247,15 +268,28 @@ class GradientFlow:
         known = slot.written_rows
         rows = known[1] if known is not None and known[0] == slot.home._version else None
         spans = [self._home_span(slot)]
-        with self._driver.launch(
-            stream, reads=[] if partial is None else spans, writes=spans, label=f"gradient of {slot.name}"
-        ):
-            written = pending[0].write(slot.home, partial=partial is not None, rows=rows, complete=complete)
+        box = self._outbox(slot, pending[0]) if partial is None else None
+        if box is None:
+            with self._driver.launch(
+                stream, reads=[] if partial is None else spans, writes=spans, label=f"gradient of {slot.name}"
+            ):
+                written = pending[0].write(
+                    slot.home,
+                    partial=partial is not None,
+                    rows=rows,
+                    complete=complete,
+                    scatter=None if self._moves is None else (self._moves, stream),
+                )
+        else:
+            written = pending[0].write(slot.home, partial=False, rows=rows, complete=complete, outbox=box)
         slot.layer.traffic.written_in_place += written.nbytes
         slot.layer.traffic.read_in_place += written.nbytes_read
         slot.written_rows = None if written.rows is None else (slot.home._version, written.rows)
         slot.norm = written.norm
-        slot.leaving = stream.record()
+        if box is None:
+            self._is_written(slot, stream)
+        else:
+            slot.leaving = self._last = box.last
         if partial is None:
             slot.show(slot.home)
         slot.version = slot.home._version if complete else -1
@@ -283,6 +317,7 @@ class GradientFlow:
     def _send(
         self, slot: GradientSlot, home: _LayerHome, gradient: torch.Tensor, stream: Stream, *, complete: bool
     ) -> None:
+        slot.written_rows = None
         if home.bracket is not None:
             home.bracket.end()
             home.bracket = None
@@ -299,7 +334,7 @@ class GradientFlow:
             with self._writes_home(slot, "gradient of"):
                 slot.home.copy_(gradient)
             slot.layer.traffic.written_in_place += slot.span.nbytes
-            slot.leaving = stream.record()
+            self._is_written(slot, stream)
             return
         assert self._ring is not None
         flat = slot.flat(gradient)

@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 from memferry_allocator import Direction, Driver, Event, Mode, Place, ShadowSpace, Stream, View
 
 from ...cache import LayerCache
+from ...device_kernels import DeviceMoves
 from ...device_update import DeviceUpdate
+from ...plan.modes import GradientMode
 from ...staging import StagingRing
 from ...streaming import StateStream
 from ...trace import AccessTrace
 from .budget import Budget
 from .counted import CountedEngine
 from .layer import LayerState
+from .outgoing import Outgoing, open_moves
 from .residence import Residents
 from .tensors import TensorFactory
 from .weight_panels import WeightPanels
@@ -52,6 +55,10 @@ class DeviceMemory:
         Weights that come panel by panel.
     ring : StagingRing or None
         What gradients leave through.
+    outgoing : Outgoing or None
+        What gradients in place are made in.
+    moves : DeviceMoves or None
+        Kernels that write gradients in place; opened when some are.
     streaming : StateStream or None
         What optimizer state is updated through.
     residents : Residents
@@ -81,6 +88,7 @@ class DeviceMemory:
         self._stream = stream
         self._update = update
         self._wait = wait
+        self._factory = factory
         self._measure = not factory.emulated  # whose clock knows nothing of the CPU's work
         self.budget = budget
         self.engine = CountedEngine(driver, device, layers)
@@ -102,6 +110,8 @@ class DeviceMemory:
         )
         self.residents = Residents(self.engine, factory, moved)
         self.ring: StagingRing | None = None
+        self.outgoing: Outgoing | None = None
+        self.moves: DeviceMoves | None = None
         self.streaming: StateStream | None = None
         self._streamed = (0, 0)  # bytes in and out through rings that are closed
 
@@ -118,6 +128,11 @@ class DeviceMemory:
                 self._driver, self._device, self._update, pool, self.budget.stream, measure=self._measure
             )
         self.ring = StagingRing(pool, self.budget.ring, stream, wait=self._wait) if self.budget.ring else None
+        if any(layer.plan.gradient is GradientMode.INPLACE for layer in self._layers):
+            self.moves = self.moves or open_moves(self._driver, self._device)
+        if self.budget.outgoing and self.moves is not None:
+            ring = StagingRing(pool, self.budget.outgoing, stream, wait=self._wait)
+            self.outgoing = Outgoing(self.engine, self._factory, ring, self.moves, self._stream)
 
     @property
     def bytes_moved(self) -> dict[Direction, int]:
@@ -152,6 +167,9 @@ class DeviceMemory:
         if self.ring is not None:
             self.ring.close(stream)
             self.ring = None
+        if self.outgoing is not None:
+            self.outgoing.close(stream)
+            self.outgoing = None
 
     def resize(self, budget: Budget) -> None:
         """Exchange the budget, after `drop`; what was in device memory comes back as far as there is room."""

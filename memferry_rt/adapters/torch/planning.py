@@ -14,10 +14,11 @@ from memferry_allocator.sizes import align_up
 from ...layout import LayerLayout
 from ...options import OffloadOptions
 from ...panels import ring_nbytes
-from ...plan.modes import WeightMode
+from ...plan.modes import GradientMode, WeightMode
 from .budget import RING_UNIT, Budget, UpdateRoom, plan_budget
 from .cut import Cut, find_owners
 from .modes import LayerPlan, Plan, resolve_plan
+from .norm import piece_rows
 from .support import support_of, with_operators
 from .update import room_for_updates
 
@@ -89,7 +90,19 @@ class Planning:
             room=self._room(plans),
             plans=plans,
             panels=self._panels(plans),
+            outgoing=self._outgoing(plans),
         )
+
+    def _outgoing(self, plans: Sequence[LayerPlan]) -> int:
+        """Two panels of the largest gradient that is made so; 0 where none is."""
+        panel = 0
+        for module in self.operators:
+            layer, index = self._layer_of[module.weight], self._index_of[module.weight]
+            spec = self.layouts[layer].slots[index].spec
+            if isinstance(module, nn.Linear) and spec.trainable and plans[layer].gradient is GradientMode.INPLACE:
+                rows, columns = module.weight.shape
+                panel = max(panel, piece_rows(rows, columns) * columns * spec.itemsize)
+        return 2 * align_up(panel, RING_UNIT)
 
     def _panels(self, plans: Sequence[LayerPlan]) -> int:
         """The ring for panels of all matrices that come that way; 0 for none."""

@@ -128,7 +128,7 @@ class Runtime:
         if spares:
             self._update_early(cut_spares(self.arena, layouts, spares))
         self.memory.open()
-        self.gradients.use_ring(self.memory.ring)
+        self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
 
     # -- set-up -----------------------------------------------------------------------------------------
     def _build_training(self, model: nn.Module) -> None:
@@ -437,7 +437,7 @@ class Runtime:
         self.driver.synchronize(self.device)
         self._drop_device_copies()
         self.memory.resize(larger)
-        self.gradients.use_ring(self.memory.ring)
+        self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
 
     def set_plan(self, plan: Plan) -> None:
         """Change the modes of layers between two steps; see `memferry_rt.set_plan`."""
@@ -455,11 +455,11 @@ class Runtime:
             layer.plan = each
         self.dispatch.apply()
         self.memory.resize(budget)
-        self.gradients.use_ring(self.memory.ring)
+        self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
 
     def _drop_device_copies(self) -> None:
         self.saved.forget()
-        self.gradients.use_ring(None)
+        self.gradients.use()
         self.memory.drop()
 
     def _state_moved(self, layer: LayerState) -> None:

@@ -77,7 +77,7 @@ class PlainTraining:
         for weight in self._weights.values():
             gradient = self._gradient(weight)
             if gradient is not None:
-                for norm in torch._foreach_norm(_pieces(gradient), 2, dtype=torch.float64):
+                for norm in torch._foreach_norm(pieces(gradient), 2, dtype=torch.float64):
                     total += float(norm) * float(norm)
         return math.sqrt(total)
 
@@ -102,7 +102,7 @@ class PlainTraining:
                 weight.copy_(self._masters[name])
 
 
-def _pieces(gradient: torch.Tensor) -> list[torch.Tensor]:
+def pieces(gradient: torch.Tensor) -> list[torch.Tensor]:
     """Whole rows, at most 4 Mi elements, and a multiple of 256 of them where so many fit."""
     limit = 4 << 20
     rows, width = (gradient.shape[0], gradient[0].numel()) if gradient.dim() > 1 else (gradient.numel(), 1)
