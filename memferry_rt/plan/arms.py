@@ -10,7 +10,7 @@ from .model import Workload
 from .modes import StateMode, WeightMode
 from .options import PlanOptions
 from .planner import Planned, make_plan, plan_by_hand
-from .profile import LayerKind, Profile
+from .profile import Profile
 from .propose import propose_weights
 from .simulate import Graph, simulate
 
@@ -45,7 +45,7 @@ def ablation(
         options, overlap=False, early=False, state_modes=_ON_HOST, weight_modes=_PLAIN, numerics="exact", modes=""
     )
     streamed = plan_by_hand(workload, base, machine, profile)
-    embeddings = {layer.name: WeightMode.DHA for layer in workload.layers if layer.kind is LayerKind.EMBEDDING}
+    embeddings = {workload.layers[number].name: WeightMode.DHA for number in workload.lookups}
     direct = plan_by_hand(workload, replace(base, modes=embeddings, weight_modes=_DIRECT), machine, profile)
     arms = [
         Arm("serial", _serial_seconds(streamed), None),
@@ -81,7 +81,9 @@ def _ignoring_contention(
     """The best plan by the recurrence alone, run with contention."""
     run = streamed.run()
     direct = plan_by_hand(workload, options, machine, profile)
-    weights = propose_weights(streamed.setting, streamed.outcome.choice, run, direct.composer, 1)[0]
+    weights = propose_weights(
+        streamed.setting, streamed.outcome.choice, run, direct.composer, 1, contention=False
+    )[0]
     modes = {
         layer.name: mode for layer, mode in zip(workload.layers, weights, strict=True) if mode is WeightMode.DHA
     }

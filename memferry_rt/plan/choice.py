@@ -9,7 +9,7 @@ from memferry_allocator.sizes import align_up
 
 from ..layout import ALIGNMENT
 from ..rings import BYTES, SLOTS, UNIT
-from .cost import ring_nbytes
+from .cost import outgoing_nbytes, ring_nbytes
 from .model import LayerSpec, Workload
 from .modes import GradientMode, StateMode, WeightMode
 
@@ -63,7 +63,7 @@ class Shares:
     ring, stream : int
         What gradients leave through, and what state is streamed through.
     panels : int
-        The ring of weights.
+        The rings of weights in panels, and of gradients that are written home from them.
     pinned : int
         Weights that stay, wholly or in part.
     states : int
@@ -108,6 +108,7 @@ def share_device(workload: Workload, choice: Choice, device_memory: int) -> Shar
     ring = _gradient_ring(pairs, pool, least)
     stream = _state_stream(pairs, pool, least + ring)
     panels = max((ring_nbytes(layer) for layer, c in pairs if c.weight is WeightMode.RING), default=0)
+    panels += max((outgoing_nbytes(layer) for layer, c in pairs if c.gradient is GradientMode.INPLACE), default=0)
     pinned = sum(
         _block(layer.weight_nbytes if c.weight is WeightMode.RESIDENT else c.resident_nbytes) for layer, c in pairs
     )
@@ -153,6 +154,12 @@ def torch_nbytes(workload: Workload, choice: Choice) -> int:
         counted = FRAGMENTATION * torch_live_nbytes(workload, usual) + WORKSPACES
         reserved = max(WORKSPACES, workload.measured_nbytes + reserved - counted)
     return int(SLACK * reserved)
+
+
+def gradient_nbytes(workload: Workload, choice: Choice) -> int:
+    """Bytes of the gradients that are made on the device, and leave from there or stay."""
+    pairs = zip(workload.layers, choice.layers, strict=True)
+    return sum(layer.gradient_nbytes for layer, c in pairs if c.gradient is GradientMode.BUFFER)
 
 
 def state_nbytes(layer: LayerSpec) -> int:

@@ -74,7 +74,15 @@ class Composer:
             return (self._given[layer].weight,)  # type: ignore[return-value]
         users = [number for number, owner in enumerate(self._workload.owners) if owner == layer]
         modes = [mode for mode in WeightMode if mode in self._options.weight_modes]
+        if any(self._workload.layers[user].kind not in self._options.host_kinds for user in users):
+            modes = [mode for mode in modes if mode in (WeightMode.RESIDENT, WeightMode.STREAM)]
         return tuple(mode for mode in modes if all(mode in self._costs[user].forward for user in users))
+
+    def may_write_home(self, layer: int, weight: WeightMode) -> bool:
+        """Whether a layer's gradient may be written in place, with its weights in this mode."""
+        able = self._workload.layers[layer].kind in self._options.host_kinds
+        modes = self._costs[layer].gradient_modes(weight)
+        return able and GradientMode.INPLACE in self._options.gradient_modes and GradientMode.INPLACE in modes
 
     def start(self) -> Knobs:
         """Everything streamed, gradients through the ring, updates by the CPU, but for what is given."""
@@ -104,9 +112,11 @@ class Composer:
         return self._with_partial(choice) if self._options.partial else choice
 
     def _gradient(self, number: int, weights: list[WeightMode], knobs: Knobs) -> GradientMode:
-        mode = self._given[number].gradient or knobs.gradients[number]
-        able = self._costs[number].gradient_modes(weights[self._workload.owners[number]])
-        return mode if mode in able else GradientMode.BUFFER
+        given = self._given[number].gradient
+        weight = weights[self._workload.owners[number]]
+        if given is not None and given in self._costs[number].gradient_modes(weight):
+            return given
+        return knobs.gradients[number] if self.may_write_home(number, weight) else GradientMode.BUFFER
 
     def _shares(self, layers: list[LayerChoice]) -> Shares:
         return share_device(self._workload, Choice(tuple(layers)), self._options.device_memory)
@@ -172,7 +182,7 @@ class Composer:
         coming = [
             (number, spec)
             for number, spec in enumerate(self._workload.layers)
-            if layers[number].weight is WeightMode.STREAM and self._costs[number].backward_needs_weights
+            if layers[number].weight is WeightMode.STREAM and spec.parameters and self._used_in_backward(number)
         ]
         if not coming:
             return choice
@@ -182,3 +192,10 @@ class Composer:
         if 0 < over < spec.weight_nbytes and slabs > 2 * spec.weight_nbytes:
             layers[number] = replace(layers[number], resident_nbytes=over)
         return replace(choice, layers=tuple(layers))
+
+    def _used_in_backward(self, number: int) -> bool:
+        return any(
+            cost.backward_needs_weights
+            for cost, owner in zip(self._costs, self._workload.owners, strict=True)
+            if owner == number
+        )

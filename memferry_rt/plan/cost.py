@@ -8,11 +8,13 @@ from enum import Enum
 from .machine import Machine
 from .model import ITEMSIZE, LayerSpec, Workload
 from .modes import GradientMode, WeightMode
+from .panels import cut_panels, ring_ends
 from .profile import GradientPlace, LayerKind, LayerProfile, Phase, Profile, Timing, WeightPlace
 
 LINE = 128  # bytes: what the device reads of host memory at the least
-PANEL = 4 << 20  # of a weight, in the ring
-PANELS = 4  # in the ring
+PANEL = 8 << 20  # of a weight or a gradient, in a ring
+PANELS = 3  # in the ring of weights: one is read, one is full, one is being filled
+OUTGOING = 2  # in the ring of gradients that are written in place
 NORM_READS = 0.1  # how often each row of a norm reads its weight from host memory
 
 
@@ -114,6 +116,7 @@ class _Pricing:
         self._tokens = workload.tokens
         self._fp32 = workload.dtype == "float32"
         self._itemsize = ITEMSIZE[workload.dtype]
+        self._shared = any(other.borrows == layer.name for other in workload.layers)
         self._measured = 0
         self._guessed = 0
         self._nbytes = layer.weight_nbytes
@@ -151,9 +154,8 @@ class _Pricing:
         return not mode.reads_host or self._is_exact(WeightPlace.HOST, otherwise=True)
 
     def _may_write_home(self) -> bool:
-        """Only kernels that write each element once, whole lines, without adding to what is there."""
-        products = self._layer.kind in (LayerKind.LINEAR, LayerKind.BLOCK, LayerKind.HEAD)
-        if not products or not self._layer.parameters or self._layer.borrows is not None:
+        """Each element once, in whole lines, and nothing is added to: so not what several layers add to."""
+        if not self._layer.parameters or self._shared:
             return False
         timing = self._find(Phase.BACKWARD, WeightPlace.DEVICE, GradientPlace.HOST)
         return not self._exact or timing is None or timing.exact is not False
@@ -186,7 +188,7 @@ class _Pricing:
             work = self._over_link(seconds, measured, self._read_nbytes())
         if gradient is GradientMode.BUFFER:
             return work
-        written = float(self._layer.gradient_nbytes)
+        written = self._written_nbytes()
         timing = self._find(Phase.BACKWARD, WeightPlace.DEVICE, GradientPlace.HOST)
         if timing is not None and timing.seconds > seconds:
             written = timing.seconds * self._machine.host_writes
@@ -216,11 +218,20 @@ class _Pricing:
         """Of host memory, for one forward or backward that reads the weights there."""
         layer = self._layer
         if layer.kind is LayerKind.EMBEDDING:
-            row = -(-layer.shapes[0][-1] * self._itemsize // LINE) * LINE
-            return float(min(self._tokens * row, self._nbytes))
+            return float(min(self._tokens * self._row_nbytes(), self._nbytes))
         if layer.kind is LayerKind.NORM:
             return self._nbytes * max(1.0, NORM_READS * self._tokens)
         return self._nbytes * max(1.0, self._tokens / self._machine.read_again_tokens)
+
+    def _written_nbytes(self) -> float:
+        """Of host memory, for a gradient: of an embedding the rows used, in this step and in the one before."""
+        layer = self._layer
+        if layer.kind is LayerKind.EMBEDDING:
+            return float(min(2 * self._tokens * self._row_nbytes(), layer.gradient_nbytes))
+        return float(layer.gradient_nbytes)
+
+    def _row_nbytes(self) -> int:
+        return -(-self._layer.shapes[0][-1] * self._itemsize // LINE) * LINE
 
     def _over_link(self, seconds: float, measured: Timing | None, nbytes: float) -> Work:
         if measured is not None:
@@ -228,13 +239,14 @@ class _Pricing:
         return Work(seconds, read_nbytes=nbytes)
 
     def _in_ring(self, seconds: float, measured: Timing | None) -> Work:
-        """One matrix product per panel: each is launched, and computes less efficiently than the whole."""
-        panels = -(-self._nbytes // PANEL)
+        """One matrix product per panel; the first panels come while the layer before computes."""
         if measured is not None:
-            seconds = max(seconds, measured.seconds)
-        else:
-            seconds += panels * self._machine.launch
-        return Work(seconds, panel_nbytes=float(self._nbytes))
+            return Work(max(seconds, measured.seconds), panel_nbytes=float(self._nbytes))
+        machine, panels = self._machine, cut_panels(self._nbytes, PANEL)
+        computing = seconds + len(panels) * machine.launch
+        _, ended = ring_ends(panels, PANELS, machine.to_device, computing, latency=machine.copy_latency)
+        first = machine.copy_latency + panels[0] / machine.to_device
+        return Work(max(computing, ended - first), panel_nbytes=float(self._nbytes))
 
     def _timing(self, phase: Phase, place: WeightPlace) -> Timing | None:
         timing = self._find(phase, place)
@@ -253,7 +265,12 @@ class _Pricing:
 
 def ring_nbytes(layer: LayerSpec) -> int:
     """Device memory of the ring through which such a layer's weights pass."""
-    return min(PANELS * PANEL, layer.weight_nbytes)
+    return PANELS * min(PANEL, layer.largest_nbytes)
+
+
+def outgoing_nbytes(layer: LayerSpec) -> int:
+    """Device memory of the ring in which such a layer's gradients are made panel by panel, to be written home."""
+    return OUTGOING * min(PANEL, layer.largest_nbytes)
 
 
 def update_nbytes(layer: LayerSpec, *, weights: bool = True) -> tuple[int, int]:

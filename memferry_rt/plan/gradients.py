@@ -132,11 +132,12 @@ class _State:
         return sum(nbytes for _, nbytes in self.leaving)
 
 
-def offload_in_time(gradients: Sequence[Gradient], limit: int) -> Offload | None:
+def offload_in_time(gradients: Sequence[Gradient], limit: int, *, points: int = MOST_POINTS) -> Offload | None:
     """The version that knows the pipeline: gradients leave by a copy engine, in turn, and are live until then.
 
     A kernel whose gradient has no room within `limit` waits until earlier ones have left.  A state is dropped if
-    another is no later in both and has no more bytes live at any moment from there on.
+    another is no later in both and has no more bytes live at any moment from there on; the answer is exact as long
+    as no front has more than `points`.
 
     Returns
     -------
@@ -151,7 +152,7 @@ def offload_in_time(gradients: Sequence[Gradient], limit: int) -> Offload | None
                 reached.append(_written(state, gradient, gradient.inplace))
             if gradient.nbytes <= limit:
                 reached.append(_kept(state, gradient, limit))
-        states = _undominated(reached)
+        states = _undominated(reached, points)
         if not states:
             return None
     best = min(states, key=lambda state: (max(state.ended, state.copied), sum(state.inplace)))
@@ -176,12 +177,14 @@ def _kept(state: _State, gradient: Gradient, limit: int) -> _State:
     return _State(ended, copied, tuple(later), max(state.peak, live), (*state.inplace, False))
 
 
-def _undominated(states: list[_State]) -> list[_State]:
+def _undominated(states: list[_State], points: int) -> list[_State]:
     kept: list[_State] = []
     for state in sorted(states, key=lambda each: (each.ended, each.copied, each.live)):
         if not any(_beats(other, state) for other in kept):
             kept.append(state)
-    return kept[:MOST_POINTS]
+            if len(kept) == points:
+                break
+    return kept
 
 
 def _beats(first: _State, second: _State) -> bool:

@@ -136,6 +136,16 @@ class Workload:
         )
 
     @cached_property
+    def lookups(self) -> tuple[int, ...]:
+        """The embeddings that nothing else uses: reading them in place moves only the rows that are looked up."""
+        used = {owner for number, owner in enumerate(self.owners) if owner != number}
+        return tuple(
+            number
+            for number, layer in enumerate(self.layers)
+            if layer.kind is LayerKind.EMBEDDING and number not in used
+        )
+
+    @cached_property
     def fingerprint(self) -> str:
         """Of the dtype, names and sizes of parameters, in hexadecimal: what a plan must fit."""
         made = [[layer.name, sorted(map(_numel, layer.shapes))] for layer in self.layers if layer.parameters]

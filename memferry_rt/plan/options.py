@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import PlanError
-from .modes import StateMode, WeightMode
+from .modes import GradientMode, StateMode, WeightMode
+from .profile import LayerKind
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,15 @@ class PlanOptions:
     modes : str or mapping
         Modes by hand, as `parse_modes` takes them.
     reserve : float or None
-        The share of gradient bytes that may stay on the device, 0 to 1; the planner's choice if None.
+        The share of gradient bytes that may be made on the device, 0 to 1; the planner's choice if None.
+    gradient_memory : int or None
+        The same in bytes.
     weight_modes : frozenset of WeightMode
         What whoever runs the plan can do.
+    gradient_modes : frozenset of GradientMode
     state_modes : frozenset of StateMode
+    host_kinds : frozenset of LayerKind
+        Layers whose kernels can be made to read and write host memory, or a ring.
     partial : bool
         Whether the first partitions of streamed weights may stay on the device.
     overlap : bool
@@ -53,8 +59,11 @@ class PlanOptions:
     spares: int | None = None
     modes: str | Mapping[str, Any] = field(default_factory=dict)
     reserve: float | None = None
+    gradient_memory: int | None = None
     weight_modes: frozenset[WeightMode] = frozenset(WeightMode)
+    gradient_modes: frozenset[GradientMode] = frozenset(GradientMode)
     state_modes: frozenset[StateMode] = frozenset(StateMode)
+    host_kinds: frozenset[LayerKind] = frozenset(LayerKind)
     partial: bool = False
     overlap: bool = True
     evaluations: int = 120
@@ -64,7 +73,12 @@ class PlanOptions:
             raise PlanError(f"numerics: {self.numerics!r} is neither 'exact' nor 'relaxed'")
         if self.reserve is not None and not 0 <= self.reserve <= 1:
             raise PlanError(f"reserve: {self.reserve} is not a share from 0 to 1")
+        if self.gradient_memory is not None and (self.reserve is not None or self.gradient_memory < 0):
+            raise PlanError(f"gradient_memory: {self.gradient_memory} is no limit beside reserve, or less than 0")
         if self.spares is not None and self.spares < 0:
             raise PlanError(f"spares: {self.spares} is not a number of slabs")
-        if WeightMode.STREAM not in self.weight_modes or StateMode.CPU not in self.state_modes:
-            raise PlanError("a plan can always stream weights and update on the CPU; leave both modes allowed")
+        always = (WeightMode.STREAM in self.weight_modes, StateMode.CPU in self.state_modes)
+        if not all(always) or GradientMode.BUFFER not in self.gradient_modes:
+            raise PlanError(
+                "a plan can always stream weights, buffer gradients and update on the CPU; allow all three"
+            )

@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from memferry_allocator import format_size
+
 from ..errors import BudgetError, PlanError
-from .choice import NEEDS_SLAB, Choice, host_nbytes, share_device, slab_nbytes, state_nbytes
+from .choice import (
+    NEEDS_SLAB,
+    Choice,
+    gradient_nbytes,
+    host_nbytes,
+    share_device,
+    slab_nbytes,
+    state_nbytes,
+)
 from .compose import Composer
 from .cost import LayerCost, costs
 from .evaluate import Evaluator, Outcome, Run
@@ -72,9 +82,10 @@ def make_plan(
         )
     baseline = evaluator(composer.compose(composer.start()))
     best = search.best
-    if baseline is not None and baseline.seconds <= best.seconds:
+    limited = options.reserve is not None or options.gradient_memory is not None
+    if not limited and baseline is not None and baseline.seconds <= best.seconds:
         best = baseline
-    arms, notes = _arms(search, evaluator, composer, baseline), _notes(search, profile)
+    arms, notes = _arms(search, evaluator, composer, baseline), _notes(search, options, profile)
     plan = build_plan(setting, options, evaluator, best, arms=arms, notes=notes)
     return Planned(plan, setting, options, composer, evaluator, best, profile)
 
@@ -228,7 +239,8 @@ def _check_given(
             raise PlanError(f"modes: {layer.name} cannot have {modes.weight.value}; it can have {able}{relaxed}")
         weight = modes.weight or WeightMode.STREAM
         if modes.gradient is GradientMode.INPLACE and modes.gradient not in cost.gradient_modes(weight):
-            raise PlanError(f"modes: {layer.name} cannot have inplace, but buffer; its kernels add to gradients")
+            why = "several layers add to its gradient, or it has none"
+            raise PlanError(f"modes: {layer.name} cannot have inplace, but buffer: {why}")
         resident = modes.weight is WeightMode.RESIDENT
         if modes.state is StateMode.RESIDENT and not resident:
             raise PlanError(
@@ -256,11 +268,19 @@ def _arms(search: Search, evaluator: Evaluator, composer: Composer, baseline: Ou
     return arms
 
 
-def _notes(search: Search, profile: Profile | None) -> list[str]:
+def _notes(search: Search, options: PlanOptions, profile: Profile | None) -> list[str]:
     notes = []
     if profile is None:
         notes.append("no profile: times are by formula; profile the model on its device for better ones")
+    elif profile.emulated:
+        notes.append("the profile is of an emulated device: its times say nothing of a real one")
     best, nothing = search.best, search.reserves.get(0.0)
+    if best is not None and options.gradient_memory is not None:
+        there = gradient_nbytes(search.workload, best.choice)
+        if there > options.gradient_memory:
+            notes.append(
+                f"{format_size(there)} of gradients are made on the device: no others can be written in place"
+            )
     if best is not None and nothing is not None and nothing.seconds > best.seconds * 1.001:
         notes.append(
             f"writing all gradients to host memory in place would take {nothing.seconds / best.seconds - 1:.1%} "

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
-from .choice import FRAGMENTATION, WORKSPACES
-from .model import LayerSpec, Workload, slab_sizes
+from .model import ITEMSIZE, LayerSpec, Workload, slab_sizes
 from .profile import LayerKind, LayerProfile, Profile
+
+BACKWARD = 1.25  # what a layer's backward needs, over what it keeps: as counted for a Llama's block
 
 
 def workload_from_profile(profile: Profile, name: str = "model") -> Workload:
     """The model that a profile was made of.
 
-    What torch reserved is taken as it was, so that layers recompute as they did; nothing is left to choose there.
+    What torch reserved is taken as it was, if it was measured; else counted from what layers keep for backward.
+    Layers recompute as they did.
     """
     layers = tuple(_layer(layer, profile) for layer in profile.layers)
-    working = 0
-    if profile.torch_nbytes is not None:
-        working = int(max(0, profile.torch_nbytes - WORKSPACES) / FRAGMENTATION)
-    return Workload(
-        name, layers, profile.dtype, profile.micro_batch, profile.sequence, working, profile.torch_nbytes
-    )
+    loss = max((2 * (layer.activation_nbytes or 0) for layer in profile.layers[-1:]), default=0)
+    return Workload(name, layers, profile.dtype, profile.micro_batch, profile.sequence, loss, profile.torch_nbytes)
 
 
 def with_measured_memory(workload: Workload, profile: Profile) -> Workload:
@@ -33,6 +32,9 @@ def with_measured_memory(workload: Workload, profile: Profile) -> Workload:
 
 def _layer(layer: LayerProfile, profile: Profile) -> LayerSpec:
     matrices = 0 if layer.kind is LayerKind.EMBEDDING else sum(_matrix(shape) for shape in layer.shapes)
+    largest = slab_sizes(layer.name, layer.shapes, profile.dtype)[3]
+    kept = layer.activation_nbytes or 0
+    width = min((shape[-1] for shape in layer.shapes if len(shape) > 1), default=0)
     return LayerSpec(
         layer.name,
         layer.kind,
@@ -41,17 +43,17 @@ def _layer(layer: LayerProfile, profile: Profile) -> LayerSpec:
         layer.weight_nbytes,
         layer.gradient_nbytes,
         layer.state_nbytes,
-        slab_sizes(layer.name, layer.shapes, profile.dtype)[3],
+        largest,
         flops=2.0 * layer.tokens * matrices,
-        traffic_nbytes=float(layer.activation_nbytes or 0),
+        traffic_nbytes=float(kept),
         kernels=1,
+        input_nbytes=profile.tokens * width * ITEMSIZE[profile.dtype],
+        activation_nbytes=kept,
+        replay_nbytes=int(BACKWARD * kept) + largest,
         recompute=profile.checkpointing and layer.kind is LayerKind.BLOCK,
     )
 
 
 def _matrix(shape: tuple[int, ...]) -> int:
     """Elements of a matrix; vectors are in no product."""
-    product = 1
-    for size in shape:
-        product *= size
-    return product if len(shape) > 1 else 0
+    return math.prod(shape) if len(shape) > 1 else 0

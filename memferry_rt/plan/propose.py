@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .choice import Choice
 from .compose import Composer
 from .evaluate import Run
 from .iteration import Setting
 from .modes import GradientMode, StateMode, WeightMode
-from .ways import Step, Way, best_ways
+from .ways import Step, Way, best_ways, with_loads
 
 
 def propose_weights(
-    setting: Setting, choice: Choice, run: Run, composer: Composer, count: int
+    setting: Setting, choice: Choice, run: Run, composer: Composer, count: int, *, contention: bool = True
 ) -> list[tuple[WeightMode, ...]]:
     """The best modes of all weights by the programs of forward and backward.
+
+    With `contention`, first those with kernels that take from the link what they read.
 
     Parameters
     ----------
@@ -24,13 +28,16 @@ def propose_weights(
         Its iteration.
     composer : Composer
     count : int
-        How many, at the most.
+        How many of each kind, at the most.
+    contention : bool
     """
     layers = setting.workload.layers
     owners = setting.workload.owners
     steps = [_forward_step(setting, choice, run, composer, number) for number in range(len(layers))]
+    alone = best_ways([replace(step, occupies=0.0) for step in steps], count=count)
     proposals = []
-    for found in best_ways(steps, count=count):
+    sparing = [with_loads(steps, found) for found in best_ways(steps, count=count)] if contention else []
+    for found in [*sparing, *alone]:
         weights = [each.weight for each in choice.layers]
         for number, way in enumerate(found.ways):
             if owners[number] == number and way is Way.DIRECT:
@@ -61,6 +68,7 @@ def _forward_step(setting: Setting, choice: Choice, run: Run, composer: Composer
         seconds=cost.forward[WeightMode.STREAM].alone(machine),
         load=machine.load_seconds(spec.weight_nbytes) if may_load and not borrowed else None,
         direct=None if borrowed else direct,
+        occupies=cost.forward[WeightMode.DHA].read_nbytes / machine.to_device if direct is not None else 0.0,
         here=here or borrowed or not (may_load or direct is not None),
         release=release,
     )

@@ -8,11 +8,11 @@ from dataclasses import replace
 from .choice import host_nbytes, spare_nbytes
 from .compose import Composer, Knobs
 from .evaluate import Evaluator, Outcome
-from .gradients import Gradient, device_limit, offload_gradients
 from .model import LayerSpec
-from .modes import GradientMode, StateMode, WeightMode
+from .modes import StateMode, WeightMode
 from .options import PlanOptions
 from .propose import propose_weights
+from .propose_gradients import in_time, within_limit, within_reserve
 
 WORTHWHILE = 0.002  # of an iteration: what a change must gain
 RESERVES = (0.75, 0.5, 0.25, 0.0)
@@ -24,6 +24,7 @@ class Search:
 
     Attributes
     ----------
+    workload : Workload
     best : Outcome or None
         None as long as nothing fits.
     knobs : Knobs
@@ -36,8 +37,7 @@ class Search:
         self._evaluate = evaluate
         self._composer = composer
         self._options = options
-        self._workload = evaluate.setting.workload
-        self._costs = evaluate.setting.costs
+        self.workload = evaluate.setting.workload
         self.knobs = composer.start()
         self.best: Outcome | None = None
         self.reserves: dict[float, Outcome] = {}
@@ -87,16 +87,16 @@ class Search:
 
     def embeddings_direct(self, knobs: Knobs) -> Knobs:
         weights = list(knobs.weights)
-        for number, layer in enumerate(self._workload.layers):
-            if layer.kind.value == "embedding" and WeightMode.DHA in self._composer.allowed(number):
+        for number in self.workload.lookups:
+            if WeightMode.DHA in self._composer.allowed(number):
                 weights[number] = WeightMode.DHA
         return replace(knobs, weights=tuple(weights))
 
     def _frugal(self, knobs: Knobs, mode: WeightMode) -> Knobs:
         """Large layers read in place or through the ring, so that little device memory is enough."""
-        sizes = [layer.weight_nbytes for layer in self._workload.layers if layer.parameters]
+        sizes = [layer.weight_nbytes for layer in self.workload.layers if layer.parameters]
         weights = list(knobs.weights)
-        for number, layer in enumerate(self._workload.layers):
+        for number, layer in enumerate(self.workload.layers):
             able = [each for each in (mode, WeightMode.DHA) if each in self._composer.allowed(number)]
             if able and layer.weight_nbytes > sorted(sizes)[len(sizes) // 2]:
                 weights[number] = able[0]
@@ -146,7 +146,7 @@ class Search:
 
     def _flip_weights(self) -> None:
         """Single changes: each layer of its own kind, and of many alike the first, the last and all."""
-        for group in groups(self._workload.layers):
+        for group in groups(self.workload.layers):
             modes = [mode for mode in self._composer.allowed(group[0]) if mode is not WeightMode.RESIDENT]
             for mode in modes:
                 for members in dict.fromkeys(((group[0],), (group[-1],), tuple(group))):
@@ -159,43 +159,39 @@ class Search:
         return replace(self.knobs, weights=tuple(weights))
 
     def _turn_gradients(self) -> None:
-        """Each reserve factor by the program of gradient offload; the ring that they leave through is the arm to
-        beat."""
-        wanted = RESERVES if self._options.reserve is None else (self._options.reserve,)
-        for reserve in wanted:
-            if self._exhausted and self._options.reserve is None:
+        """What both programs of gradient offload propose; gradients that leave by the ring are the arm to beat."""
+        assert self.best is not None
+        forced = self._forced_gradients()
+        if forced is not None:
+            outcome = self._evaluate(self._composer.compose(forced))
+            if outcome is not None:
+                self.best, self.knobs = outcome, forced
+            return
+        setting = self._evaluate.setting
+        timed = in_time(setting, self.best.choice, self._composer, self.best.shares.ring)
+        if timed is not None:
+            self._try(replace(self.knobs, gradients=timed))
+        for reserve in RESERVES:
+            if self._exhausted:
                 return
-            knobs = self.with_reserve(reserve)
+            modes = within_reserve(setting, self.best.choice, self._composer, reserve)
+            knobs = replace(self.knobs, gradients=modes)
             outcome = self._evaluate(self._composer.compose(knobs))
-            if outcome is None:
-                continue
-            self.reserves[reserve] = outcome
-            if self._options.reserve is not None:
-                self.best, self.knobs = outcome, knobs
-            else:
+            if outcome is not None:
+                self.reserves[reserve] = outcome
                 self._try(knobs)
 
-    def with_reserve(self, reserve: float) -> Knobs:
-        """The best, with gradients written in place until no more than this share of them is on the device."""
+    def _forced_gradients(self) -> Knobs | None:
+        """The best with no more gradient bytes on the device than the options allow, if they limit these."""
         assert self.best is not None
-        layers = self.best.choice.layers
-        machine = self._evaluate.setting.machine
-        gradients = []
-        for spec, each, cost in zip(self._workload.layers, layers, self._costs, strict=True):
-            weight = layers[self._workload.owners[self._workload.index[spec.name]]].weight
-            able = each.state is not StateMode.RESIDENT and GradientMode.INPLACE in cost.gradient_modes(weight)
-            kept = cost.backward[weight, GradientMode.BUFFER].alone(machine)
-            inplace = cost.backward[weight, GradientMode.INPLACE].alone(machine) if able else None
-            gradients.append(Gradient(spec.gradient_nbytes, kept, inplace))
-        movable = sum(gradient.nbytes for gradient in gradients if gradient.inplace is not None)
-        stuck = sum(gradient.nbytes for gradient in gradients) - movable
-        limit = max(device_limit(gradients, reserve), stuck)
-        found = offload_gradients(gradients, limit)
-        while found is None:  # what rounding leaves over
-            limit += max(1, movable // 64)
-            found = offload_gradients(gradients, limit)
-        modes = (GradientMode.INPLACE if out else GradientMode.BUFFER for out in found.inplace)
-        return replace(self.knobs, gradients=tuple(modes))
+        setting, choice, composer = self._evaluate.setting, self.best.choice, self._composer
+        if self._options.reserve is not None:
+            modes = within_reserve(setting, choice, composer, self._options.reserve)
+        elif self._options.gradient_memory is not None:
+            modes = within_limit(setting, choice, composer, self._options.gradient_memory)
+        else:
+            return None
+        return replace(self.knobs, gradients=modes)
 
     # -- limits -------------------------------------------------------------------------------------------
     @property
@@ -217,11 +213,11 @@ class Search:
             return self._options.spares
         if not self._options.early:
             return 0
-        most = sum(1 for layer in self._workload.layers if layer.parameters)
+        most = sum(1 for layer in self.workload.layers if layer.parameters)
         if self._options.host_memory is None:
             return 0
-        base = host_nbytes(self._workload, self._composer.compose(self._composer.start()))
-        return max(0, min(most, (self._options.host_memory - base) // spare_nbytes(self._workload)))
+        base = host_nbytes(self.workload, self._composer.compose(self._composer.start()))
+        return max(0, min(most, (self._options.host_memory - base) // spare_nbytes(self.workload)))
 
 
 def groups(layers: Iterable[LayerSpec]) -> list[list[int]]:

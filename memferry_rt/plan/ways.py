@@ -3,7 +3,7 @@
 After DeepPlan and MemFerry, with one difference: instead of a greedy choice, the Pareto front over (end of the
 last load, end of the last kernel) is kept for every prefix.  Both grow with both, so that nothing better is lost:
 the result equals that of trying all combinations.  Contention between loads and kernels that read host memory is
-not in it; the simulator judges what it finds.
+in it only as time that these take from the link; the simulator judges what it finds.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ class Step:
         Of a copy; None if it may not be loaded.
     direct : float or None
         With its weights in host memory; None if it may not read them there.
+    occupies : float
+        Of the link, by kernels that read the weights there: loads that follow are so much later.  With 0 the
+        recurrence knows nothing of contention.
     here : bool
         Whether its weights may be in device memory without a load.
     release : float
@@ -44,6 +47,7 @@ class Step:
     seconds: float
     load: float | None = None
     direct: float | None = None
+    occupies: float = 0.0
     here: bool = False
     release: float = 0.0
     room: float = 0.0
@@ -57,7 +61,9 @@ class Step:
             return loaded, max(ended, loaded) + self.seconds
         if way is Way.HERE:
             return (loaded, max(ended, self.release) + self.seconds) if self.here else None
-        return None if self.direct is None else (loaded, max(ended, self.release) + self.direct)
+        if self.direct is None:
+            return None
+        return loaded + self.occupies, max(ended, self.release) + self.direct
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,20 @@ def ends_at(steps: Sequence[Step], ways: Sequence[Way]) -> float:
             return float("inf")
         loaded, ended = reached
     return ended
+
+
+def with_loads(steps: Sequence[Step], found: Found) -> Found:
+    """The same end with as many loads: kernels read host memory only where that makes something earlier.
+
+    Among plans that the recurrence cannot tell apart, contention spares the one that reads least in place.
+    """
+    ways = list(found.ways)
+    for number in sorted(range(len(steps)), key=lambda each: -steps[each].occupies):
+        if ways[number] is Way.DIRECT:
+            ways[number] = Way.LOAD
+            if ends_at(steps, ways) > found.seconds:
+                ways[number] = Way.DIRECT
+    return Found(found.seconds, tuple(ways))
 
 
 def _front(points: Iterable[_Point]) -> list[_Point]:

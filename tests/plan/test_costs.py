@@ -95,6 +95,12 @@ def test_an_embedding_needs_no_weights_in_backward() -> None:
     assert WeightMode.DHA_THEN_LOAD not in cost.forward
 
 
+def test_of_an_embeddings_gradient_only_the_rows_that_were_used_are_written() -> None:
+    workload = decoder(LLAMA_1B, 1, 1024)
+    work = costs(workload, H200)[0].backward[WeightMode.STREAM, GradientMode.INPLACE]
+    assert work.write_nbytes == 2 * 1024 * 2048 * 2 < workload.layers[0].gradient_nbytes / 10
+
+
 # -- what the runtime does --------------------------------------------------------------------------------
 def test_slabs_are_the_runtimes() -> None:
     """Sixteen bytes a parameter, each parameter at a multiple of 256 bytes."""

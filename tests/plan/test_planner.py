@@ -35,6 +35,8 @@ from memferry_rt.plan.arms import ablation
 from memferry_rt.plan.choice import host_nbytes, share_device
 from memferry_rt.plan.cost import Source
 from memferry_rt.plan.planner import plan_by_hand
+from memferry_rt.plan.propose import propose_weights
+from memferry_rt.plan.propose_gradients import in_time
 from memferry_rt.plan.shapes import Batch
 
 from .machines import GIB, LARGE_VOCABULARY, LLAMA_1B, MIB, TINY, chain, decoder
@@ -49,18 +51,31 @@ from .machines import GIB, LARGE_VOCABULARY, LLAMA_1B, MIB, TINY, chain, decoder
     st.floats(0, 1.5),
     st.booleans(),
     st.sampled_from((None, True, False)),
+    st.booleans(),
 )
 def test_a_plan_keeps_to_both_budgets(
-    layers: int, hidden: int, batch: int, sequence: int, room: float, relaxed: bool, recompute: bool | None
+    layers: int,
+    hidden: int,
+    batch: int,
+    sequence: int,
+    room: float,
+    relaxed: bool,
+    recompute: bool | None,
+    also: bool,
 ) -> None:
-    size = Dimensions(hidden, layers, 2 * hidden, 4, 8192, fused=True)
+    size = Dimensions(hidden, layers, 2 * hidden, 4, 8192, fused=True, tied=also)
     workload = decoder(size, batch, sequence, recompute)
     with pytest.raises(BudgetError) as caught:
         make_plan(workload, PlanOptions(MIB))
     device = caught.value.smallest + int(room * workload.parameters * 16)
     host = sum(layer.weight_nbytes + layer.gradient_nbytes + layer.state_nbytes for layer in workload.layers)
     options = PlanOptions(
-        device, int(host * 1.3), early=relaxed, numerics="relaxed" if relaxed else "exact", evaluations=30
+        device,
+        int(host * 1.3),
+        early=relaxed,
+        numerics="relaxed" if relaxed else "exact",
+        partial=also,
+        evaluations=30,
     )
     planned = make_plan(workload, options)
     plan = planned.plan
@@ -139,9 +154,33 @@ def test_a_large_vocabulary_is_read_in_place() -> None:
     assert reading.seconds < loading.seconds
 
 
+def test_the_programs_propose_what_hides_a_long_load() -> None:
+    """Where updates are over at once, the large table is what a forward waits for; most blocks are copied."""
+    workload = decoder(LARGE_VOCABULARY, 1, 1024)
+    quick = replace(H200, cpu_update=1e16, host_memory=1e16)
+    streamed = plan_by_hand(workload, PlanOptions(24 * GIB), quick)
+    found = propose_weights(streamed.setting, streamed.outcome.choice, streamed.run(), streamed.composer, count=3)
+    assert found[0][0] is WeightMode.DHA
+    assert found[0][1:-2].count(WeightMode.STREAM) > 11
+
+
 def test_the_same_question_has_the_same_answer() -> None:
     plans = [make_plan(decoder(LLAMA_1B, 8, 1024), PlanOptions(6 * GIB)).plan for _ in range(2)]
     assert plans[0] == plans[1]
+
+
+def test_what_slabs_leave_over_keeps_part_of_a_layer() -> None:
+    workload = chain([2048] * 6, [1e9] * 6)
+    streamed = plan_by_hand(workload, PlanOptions(GIB))
+    nbytes, torch = workload.layers[0].weight_nbytes, streamed.plan.torch_nbytes
+    options = PlanOptions(torch + 4 * nbytes + nbytes // 2, modes="*=stream+buffer+cpu", partial=True)
+    plan = make_plan(workload, options).plan
+    parts = [layer.resident_nbytes for layer in plan.layers if layer.resident_nbytes]
+    assert len(parts) == 1
+    assert 0 < parts[0] < nbytes
+    assert parts[0] % (2 * MIB) == 0
+    assert plan.pinned_nbytes == parts[0]
+    assert plan.seconds <= make_plan(workload, replace(options, partial=False)).plan.seconds
 
 
 # -- by hand ----------------------------------------------------------------------------------------------
@@ -161,13 +200,33 @@ def test_modes_by_hand_are_kept() -> None:
         ("layers.*=dha", UnknownLayerError, "no layer is called 'layers"),
         ("blocks.0=ring", PlanError, "blocks.0 cannot have ring; it can have .*relaxed"),
         ("embedding=dha_then_load", PlanError, "embedding cannot have dha_then_load"),
-        ("embedding=inplace", PlanError, "embedding cannot have inplace, but buffer"),
         ("blocks.0=stream+state:resident", PlanError, "without weights that stay"),
     ],
 )
 def test_modes_that_cannot_be_are_refused(modes: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         make_plan(decoder(), PlanOptions(GIB, modes=modes))
+
+
+def test_what_the_runtime_cannot_do_is_left_out() -> None:
+    workload, slow = decoder(LARGE_VOCABULARY, 1, 1024), replace(H200, to_device=5e9, from_device=5e9)
+    free = make_plan(workload, PlanOptions(6 * GIB), slow).plan
+    assert free.layer("embedding").weight is WeightMode.DHA
+    options = PlanOptions(
+        6 * GIB, host_kinds=frozenset({LayerKind.BLOCK}), gradient_modes=frozenset({GradientMode.BUFFER})
+    )
+    bound = make_plan(workload, options, slow).plan
+    assert bound.layer("embedding").weight is not WeightMode.DHA
+    assert {layer.gradient for layer in bound.layers} == {GradientMode.BUFFER}
+    assert bound.seconds >= free.seconds
+    only = replace(options, host_kinds=frozenset(), modes="embedding=dha", gradient_modes=frozenset(GradientMode))
+    assert make_plan(workload, only, slow).plan.layer("embedding").weight is WeightMode.DHA, "by hand it is"
+    assert {layer.gradient for layer in make_plan(workload, only, slow).plan.layers} == {GradientMode.BUFFER}
+
+
+def test_a_gradient_that_several_layers_add_to_is_not_written_in_place() -> None:
+    with pytest.raises(PlanError, match="embedding cannot have inplace, but buffer: several layers add"):
+        make_plan(decoder(replace(TINY, tied=True)), PlanOptions(GIB, modes="embedding=inplace"))
 
 
 def test_relaxed_numerics_allow_the_ring() -> None:
@@ -199,6 +258,34 @@ def test_the_reserve_decides_how_much_of_the_gradients_is_on_the_device() -> Non
         on_device = sum(layer.gradient_nbytes for layer in plan.layers if layer.gradient is GradientMode.BUFFER)
         assert on_device <= reserve * total
         assert on_device >= (reserve - 0.1) * total
+
+
+def test_a_limit_in_bytes_is_kept_or_it_is_said_that_it_cannot_be() -> None:
+    workload = decoder(LLAMA_1B, 8, 1024)
+    options = PlanOptions(6 * GIB, gradient_memory=512 * MIB, state_modes=frozenset({StateMode.CPU}))
+    plan = make_plan(workload, options).plan
+    assert sum(each.gradient_nbytes for each in plan.layers if each.gradient is GradientMode.BUFFER) <= 512 * MIB
+    assert not any("made on the device" in note for note in plan.notes)
+    nothing = replace(options, gradient_modes=frozenset({GradientMode.BUFFER}))
+    assert any("made on the device" in note for note in make_plan(workload, nothing).plan.notes)
+    with pytest.raises(PlanError, match="gradient_memory: 1 is no limit beside reserve"):
+        PlanOptions(GIB, reserve=0.5, gradient_memory=1)
+
+
+def test_the_version_with_time_sees_what_a_small_ring_makes_wait() -> None:
+    """Copies are slow and the ring is small: some gradients are written in place, others leave meanwhile."""
+    workload = chain([1024] * 8, [4e11] * 8)
+    slow = replace(H200, from_device=1e9, host_writes=1e9)
+    planned = plan_by_hand(workload, PlanOptions(GIB), slow)
+    nbytes = workload.layers[0].gradient_nbytes
+    modes = in_time(planned.setting, planned.outcome.choice, planned.composer, nbytes)
+    assert modes is not None
+    assert set(modes) == set(GradientMode)
+    everything = in_time(planned.setting, planned.outcome.choice, planned.composer, 8 * nbytes)
+    assert everything is not None
+    assert everything.count(GradientMode.INPLACE) <= modes.count(GradientMode.INPLACE)
+    tied = plan_by_hand(decoder(replace(TINY, tied=True)), PlanOptions(GIB))
+    assert in_time(tied.setting, tied.outcome.choice, tied.composer, 1) is None, "it must be kept, and has no room"
 
 
 def test_a_slow_link_on_which_nothing_on_the_device_loses_is_found_and_said() -> None:
@@ -315,6 +402,7 @@ def test_the_largest_model_fills_host_memory_and_fits() -> None:
     options = PlanOptions(24 * GIB, host_memory=128 * GIB)
     found = largest_model(options, Batch(1, 1024, recompute=True))
     assert found.parameters >= 8e9
+    assert found.parameters > 0.995 * 128 * GIB / 16, "sixteen bytes each, and hardly any left over"
     assert found.planned.plan.host_nbytes <= 128 * GIB
     one_layer_more = decoder(replace(found.size, layers=found.size.layers + 1), 1, 1024)
     assert host_nbytes(one_layer_more, replace(found.planned.outcome.choice, layers=())) > 128 * GIB
@@ -348,4 +436,4 @@ def test_the_kinds_of_layers_have_the_modes_that_their_kernels_allow() -> None:
     for layer, cost in zip(workload.layers, planned.setting.costs, strict=True):
         products = layer.kind in (LayerKind.BLOCK, LayerKind.HEAD)
         assert (WeightMode.RING in cost.forward) == products
-        assert (GradientMode.INPLACE in cost.gradient_modes(WeightMode.STREAM)) == products
+        assert GradientMode.INPLACE in cost.gradient_modes(WeightMode.STREAM)

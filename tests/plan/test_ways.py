@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memferry_rt.plan.panels import cut_panels, ring_ends
-from memferry_rt.plan.ways import Step, Way, best_ways, ends_at
+from memferry_rt.plan.ways import Step, Way, best_ways, ends_at, with_loads
 
 seconds = st.integers(0, 20).map(float)  # whole numbers: sums are exact, however they are made
 
@@ -18,7 +19,7 @@ seconds = st.integers(0, 20).map(float)  # whole numbers: sums are exact, howeve
 def a_step(draw: st.DrawFn) -> Step:
     load, direct = draw(st.none() | seconds), draw(st.none() | seconds)
     here = draw(st.booleans()) or (load is None and direct is None)
-    return Step(draw(seconds), load, direct, here, draw(seconds), draw(seconds))
+    return Step(draw(seconds), load, direct, draw(seconds), here, draw(seconds), draw(seconds))
 
 
 steps = st.lists(a_step(), min_size=1, max_size=6)
@@ -42,6 +43,19 @@ def test_the_others_are_worse_in_turn_and_what_they_say(steps: list[Step]) -> No
         assert ends_at(steps, each.ways) == each.seconds
 
 
+@settings(max_examples=300, deadline=None)
+@given(steps)
+def test_host_memory_is_read_only_where_that_makes_something_earlier(steps: list[Step]) -> None:
+    best = best_ways(steps)[0]
+    sparing = with_loads(steps, best)
+    assert ends_at(steps, sparing.ways) <= best.seconds == sparing.seconds
+    for number, way in enumerate(sparing.ways):
+        assert way is best.ways[number] or (best.ways[number] is Way.DIRECT and way is Way.LOAD)
+        if way is Way.DIRECT:
+            instead = (*sparing.ways[:number], Way.LOAD, *sparing.ways[number + 1 :])
+            assert ends_at(steps, instead) > best.seconds
+
+
 @given(steps, st.integers(0, 6))
 def test_a_reload_and_keeping_host_access_is_the_same_program(steps: list[Step], busy: int) -> None:
     """Backward's loads may begin while the forward still runs: the link is free before the kernels are."""
@@ -56,6 +70,13 @@ def test_host_access_hides_a_long_load_once() -> None:
     best = best_ways([embedding, block, block])[0]
     assert best.ways == (Way.DIRECT, Way.LOAD, Way.LOAD)
     assert best.seconds == 25
+
+
+def test_what_a_kernel_takes_from_the_link_makes_later_loads_later() -> None:
+    embedding = Step(seconds=1, load=20, direct=2, occupies=2)
+    block = Step(seconds=10, load=5, direct=60)
+    assert best_ways([embedding, block])[0].seconds == 17
+    assert best_ways([embedding, replace(block, direct=11, occupies=90), block])[0].ways[1] is Way.LOAD
 
 
 def test_a_greedy_choice_would_lose() -> None:

@@ -243,6 +243,15 @@ def test_a_plan_for_another_model_is_refused(memferry: Command, tmp_path: Path) 
     assert "this is llama-3b" in outcome.err
 
 
+def test_a_sequence_is_no_longer_than_the_model_has_positions(memferry: Command, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    command = ("plan", "--config", str(tmp_path), "--device-memory", "8GiB")
+    assert values(memferry(*command).out, "batch") == ["8 x 512 tokens"]
+    refused = memferry(*command, "--sequence", "1024")
+    assert refused.status == 2
+    assert "--sequence: 1024 is more than the 512 positions" in refused.err
+
+
 @pytest.mark.parametrize(
     ("content", "parts"),
     [

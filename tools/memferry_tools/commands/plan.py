@@ -65,6 +65,7 @@ def command(
     reserve: Annotated[
         float | None, typer.Option(help="The share of gradient bytes that may stay on the device, 0 to 1.")
     ] = None,
+    gradient_memory: Annotated[str | None, typer.Option(help="The same in bytes, e.g. 512MiB.")] = None,
     partial: Annotated[bool, typer.Option("--partial", help="Weights that come and go may stay in part.")] = False,
     save: Annotated[str | None, typer.Option(help="Write the plan here.")] = None,
     json: Annotated[

@@ -68,6 +68,7 @@ class PlanJob:
                 spares=settings["spare_slabs"],
                 modes=settings["modes"] or "",
                 reserve=settings["reserve"],
+                gradient_memory=size(settings["gradient_memory"], "--gradient-memory"),
                 partial=settings["partial"],
             )
         except PlanError as error:

@@ -67,10 +67,12 @@ def find_workload(model: Model, profile: Profile | None = None) -> Workload:
         size = dimensions(find_preset(name).shape)
     if model.tied:
         size = replace(size, tied=True)
-    try:
-        return transformer(name or "model", size, find_batch(model), names)
-    except PlanError as error:
-        raise ToolError(str(error)) from None
+    batch = find_batch(model)
+    if size.positions and batch.sequence > size.positions:
+        if model.sequence is not None:
+            raise ToolError(f"--sequence: {model.sequence} is more than the {size.positions} positions of {name}")
+        batch = replace(batch, sequence=size.positions)
+    return transformer(name or "model", size, batch, names)
 
 
 def find_machine(host: Host) -> tuple[Machine, Profile | None]:
