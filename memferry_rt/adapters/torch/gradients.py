@@ -167,6 +167,9 @@ class GradientFlow:
         self._accumulations.clear()
 
     # -- during backward --------------------------------------------------------------------------------
+    def in_backward(self) -> None:
+        """Weights are used, perhaps by a backward."""
+
     @torch.no_grad()
     def _arrive(self, slot: GradientSlot) -> None:
         parameter = slot.parameter

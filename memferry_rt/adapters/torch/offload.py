@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from memferry_allocator import Driver, EmulatedOptions, InvalidRequestError, format_size, open_device
 from memferry_allocator.sizes import align_up
 
-from ...device_update import open_device_update
+from ...device_update import DeviceUpdate, open_device_update
 from ...errors import BudgetError, OffloadError, UnsupportedError
 from ...layout import LayerLayout
 from ...options import OffloadOptions
@@ -21,7 +21,9 @@ from .budget import RING_UNIT, Budget, UpdateRoom, plan_budget
 from .convert import Materialiser, ParameterInit, plan_layouts
 from .cut import Cut, cut_layers, find_owners
 from .early import host_nbytes, spares_within
-from .rules import AdamRule, choose_rule, refuse_sharing
+from .layer import Geometry
+from .parallel import Ranks, facts, options_of_rank, refuse_unshared
+from .rules import AdamRule, UpdateRule, choose_rule, refuse_sharing
 from .runtime import Runtime
 from .saved import require_hooks
 from .tensors import DTYPES
@@ -51,6 +53,7 @@ def offload(
     accumulate_dtype: torch.dtype | str | None = None,
     param_init_fn: ParameterInit | None = None,
     emulated: EmulatedOptions | None = None,
+    process_group: Any = None,
 ) -> tuple[M, O]:
     """Keep a model's training state in host memory and train it through a budget of device memory.
 
@@ -109,6 +112,10 @@ def offload(
         ``module.reset_parameters()``.
     emulated : EmulatedOptions, optional
         The machine to emulate.
+    process_group : ProcessGroup, optional
+        Train with the other ranks of this group of ``torch.distributed``, each on its own micro-batches and its own
+        device: gradients are averaged, and the ranks share one host state, of which each updates its part.  All
+        ranks call this, `save`, `load` and ``optimizer.step()`` alike; weights begin as those of rank 0.
 
     Returns
     -------
@@ -125,6 +132,8 @@ def offload(
         No such device, or its driver does not work.
     InvalidRequestError
         A size or number that makes no sense.
+    RankError
+        Another rank has refused, or has something else than this one; nothing was allocated or changed.
     """
     options = OffloadOptions.build(
         device=device,
@@ -141,6 +150,69 @@ def offload(
         accumulate_dtype=None if accumulate_dtype is None else str(accumulate_dtype).removeprefix("torch."),
         emulated=emulated,
     )
+    ranks = Ranks.join(process_group)
+    if ranks is None:
+        prepared = _prepare(model, optimizer, options, param_init_fn)
+    else:
+        prepared = _prepare_together(ranks, model, optimizer, options, param_init_fn)
+    runtime = Runtime(
+        model,
+        prepared.options,
+        prepared.driver,
+        prepared.device,
+        prepared.cuts,
+        prepared.layouts,
+        prepared.geometries,
+        prepared.budget,
+        prepared.materialiser,
+        prepared.rule,
+        prepared.update,
+        prepared.spares,
+        ranks,
+    )
+    prepared.budget.begin()
+    model.__dict__[_ATTRIBUTE] = runtime
+    return model, optimizer
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What is decided before anything is allocated or changed."""
+
+    options: OffloadOptions
+    driver: Driver
+    device: int
+    cuts: list[Cut]
+    layouts: list[LayerLayout]
+    geometries: list[list[Geometry]]
+    budget: Budget
+    materialiser: Materialiser
+    rule: UpdateRule
+    update: DeviceUpdate | None
+    spares: int
+
+
+def _prepare_together(
+    ranks: Ranks, model: nn.Module, optimizer: Optimizer, options: OffloadOptions, init: ParameterInit | None
+) -> _Prepared:
+    """As `_prepare`, refused on all ranks where one refuses or they differ."""
+    try:
+        options = options_of_rank(options)
+        prepared = _prepare(model, optimizer, options, init)
+        refuse_unshared(optimizer, shared=prepared.rule.shared)
+        emulated = prepared.driver.name == "emulated"
+        ranks.require_backend(torch.device("cpu") if emulated else torch.device("cuda", prepared.device))
+    except Exception as error:
+        ranks.agree({}, error)
+        raise
+    alike = facts(options, optimizer, prepared.cuts, prepared.layouts, prepared.geometries, prepared.budget)
+    ranks.agree(alike)
+    return prepared
+
+
+def _prepare(
+    model: nn.Module, optimizer: Optimizer, options: OffloadOptions, init: ParameterInit | None
+) -> _Prepared:
     dtype = _compute_dtype(options.compute_dtype)
     require_hooks()
     _check_model(model)
@@ -167,13 +239,10 @@ def offload(
     if spares is None:
         spares = spares_within(layouts, options.host_memory) if rule.shared else 0
     budget = _plan(model, cuts, layouts, options, driver, ordinal, room, spares)
-    materialiser = Materialiser(model, param_init_fn)
-    runtime = Runtime(
-        model, options, driver, ordinal, cuts, layouts, geometries, budget, materialiser, rule, update, spares
+    materialiser = Materialiser(model, init)
+    return _Prepared(
+        options, driver, ordinal, cuts, layouts, geometries, budget, materialiser, rule, update, spares
     )
-    budget.begin()
-    model.__dict__[_ATTRIBUTE] = runtime
-    return model, optimizer
 
 
 def is_offloaded(model: nn.Module) -> bool:

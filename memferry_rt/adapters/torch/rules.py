@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ...errors import UnsupportedError
 from ...layout import MOMENTS
 from ...native import AdamKernel, OneStateKernel
+from ...parallel import Part
 from .adam_state import AdamPatch, check_adam
 from .arithmetics import Arithmetic, arithmetic_of
 from .entries import EntriesPatch
@@ -60,8 +61,10 @@ class UpdateRule(abc.ABC):
         """See `OptimizerPatch`."""
 
     @abc.abstractmethod
-    def plan(self, layer: LayerState, groups: Mapping[int, int]) -> LayerUpdate:
-        """See `LayerUpdate`."""
+    def plan(
+        self, layer: LayerState, groups: Mapping[int, int], parts: Sequence[Part] | None = None
+    ) -> LayerUpdate:
+        """See `LayerUpdate`; only a `shared` rule can update parts."""
 
 
 class AdamRule(UpdateRule):
@@ -88,8 +91,10 @@ class AdamRule(UpdateRule):
     def patch(self, home: Home, *, step: Callable[[], None], settle: Callable[[], None]) -> AdamPatch:
         return AdamPatch(self.optimizer, home, step=step, settle=settle)
 
-    def plan(self, layer: LayerState, groups: Mapping[int, int]) -> LayerUpdate:
-        return AdamUpdate(layer, groups, kernel=self.kernel)
+    def plan(
+        self, layer: LayerState, groups: Mapping[int, int], parts: Sequence[Part] | None = None
+    ) -> LayerUpdate:
+        return AdamUpdate(layer, groups, kernel=self.kernel, parts=parts)
 
 
 class OneStateRule(UpdateRule):
@@ -121,7 +126,9 @@ class OneStateRule(UpdateRule):
     def patch(self, home: Home, *, step: Callable[[], None], settle: Callable[[], None]) -> EntriesPatch:
         return EntriesPatch(self.optimizer, home, step=step, settle=settle, adapt=self._adapt)
 
-    def plan(self, layer: LayerState, groups: Mapping[int, int]) -> LayerUpdate:
+    def plan(
+        self, layer: LayerState, groups: Mapping[int, int], parts: Sequence[Part] | None = None
+    ) -> LayerUpdate:
         return OneStateUpdate(layer, groups, self._kernel, self._arithmetic)
 
 
@@ -151,7 +158,9 @@ class ClassRule(UpdateRule):
     def patch(self, home: Home, *, step: Callable[[], None], settle: Callable[[], None]) -> EntriesPatch:
         return EntriesPatch(self.optimizer, home, step=step, settle=settle, adapt=lambda settings: settings)
 
-    def plan(self, layer: LayerState, groups: Mapping[int, int]) -> LayerUpdate:
+    def plan(
+        self, layer: LayerState, groups: Mapping[int, int], parts: Sequence[Part] | None = None
+    ) -> LayerUpdate:
         return ClassUpdate(layer, groups, self.optimizer)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from ...device_update import DeviceUpdate
 from ...errors import OffloadError, UnsupportedError
 from ...layout import LayerLayout
 from ...options import OffloadOptions
+from ...pages import SlabPages
 from ...stalls import StallMeter
 from ...updates import UpdateQueue
 from .adam_state import AdamPatch
@@ -29,6 +31,7 @@ from .gradients import GradientFlow
 from .guards import ModelGuards
 from .layer import DeviceViews, Geometry, LayerState, ViewKey
 from .memory import DeviceMemory
+from .parallel import RankGradients, Ranks, RankUpdates
 from .report import Report
 from .rules import AdamRule, UpdateRule
 from .saved import SavedWeights
@@ -66,6 +69,7 @@ class Runtime:
         rule: UpdateRule,
         update: DeviceUpdate | None,
         spares: int,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.options = options
@@ -80,8 +84,15 @@ class Runtime:
         self.factory = TensorFactory(driver, device)
         self._streams: dict[int, Stream] = {}
         self._own_stream = driver.create_stream(device) if self.factory.emulated else None
-        self.arena = HostArena(driver, host_nbytes(layouts, spares))
-        self.layers = move_in(cuts, layouts, geometries, self.arena, self.factory, materialiser)
+        self._ranks = ranks
+        self.arena: SlabPages
+        if ranks is None:
+            self.arena = HostArena(driver, host_nbytes(layouts, spares))
+        else:
+            ranks.open(driver, layouts, host_nbytes(layouts, spares))
+            self.arena = ranks.arena
+        fill = ranks is None or ranks.first
+        self.layers = move_in(cuts, layouts, geometries, self.arena, self.factory, materialiser, fill=fill)
         materialiser.materialise_buffers()
         self._home = {
             parameter: (layer, index) for layer in self.layers for index, parameter in enumerate(layer.parameters)
@@ -92,7 +103,10 @@ class Runtime:
                     owner._buffers[key] = buffer.to(self.factory.torch_device)
         threads = torch.get_num_threads()
         self._rule = rule
-        self.updates = UpdateQueue(
+        queue: Callable[..., UpdateQueue] = (
+            UpdateQueue if ranks is None else functools.partial(RankUpdates, ranks.board)
+        )
+        self.updates = queue(
             start=single_threaded,
             native=rule.native,
             feeder=(update is not None or spares > 0) and not self.factory.emulated,
@@ -117,14 +131,20 @@ class Runtime:
             self._update_early(cut_spares(self.arena, layouts, spares))
         self.memory.open()
         self.gradients.use_ring(self.memory.ring)
+        if ranks is not None:
+            ranks.fence("offload()")  # the first has filled what all share
 
     # -- set-up -----------------------------------------------------------------------------------------
     def _build_training(self, model: nn.Module) -> None:
         names = {parameter: name for name, parameter in model.named_parameters()}
         trainable = [parameter for parameter in names if parameter.requires_grad]
-        self.gradients = GradientFlow(
-            self.driver,
-            self.memory.engine,
+        flow: Callable[..., GradientFlow] = GradientFlow
+        if self._ranks is not None:
+            uses = self.memory.trace.first_uses
+            flow = functools.partial(RankGradients, self._ranks, self.factory.torch_device, uses)
+        self.gradients = flow(
+            driver=self.driver,
+            engine=self.memory.engine,
             stream=self.stream,
             settle=self._gradients_change,
             arrived=self._gradient_arrived,
@@ -139,7 +159,7 @@ class Runtime:
             load=self._load,
             unpin=self._unpin,
             settle=self._settle_home,
-            changed=self._adopt_weight,
+            changed=self._weight_changed,
             saved=self.saved,
         )
         self.guards = ModelGuards(self.synchronize, self._loaded)
@@ -171,7 +191,8 @@ class Runtime:
                 if layer.layout.slots[index].spec.updated
             }
             if groups:
-                plans[layer] = self._rule.plan(layer, groups)
+                parts = None if self._ranks is None else self._ranks.share.parts(layer.layout)
+                plans[layer] = self._rule.plan(layer, groups, parts)
         split = self.options.optimizer_split
         self.step_updates = StepUpdates(
             self.driver,
@@ -183,6 +204,7 @@ class Runtime:
             update,
             split=split if isinstance(split, float) else None,
             stream=self.stream,
+            fence=None if self._ranks is None else self._ranks.fence,
         )
 
     def _update_early(self, spares: list[SpareSlab]) -> None:
@@ -226,6 +248,7 @@ class Runtime:
         return self._use(layer, training=True).saved(key)
 
     def _use(self, layer: LayerState, *, training: bool) -> DeviceViews:
+        self.gradients.in_backward()
         stream = self.stream()
         begin = self.stalls.mark(stream) if training and layer is not self._last_used else None
         blocked = time.perf_counter()
@@ -247,6 +270,10 @@ class Runtime:
         layers are still being updated; a forward waits for each layer as it comes to it.
         """
         self._require_open()
+        with contextlib.nullcontext() if self._ranks is None else self._ranks.told():
+            self._step()
+
+    def _step(self) -> None:
         self.updates.wait_all()
         self.scopes.reset()
         self._check_parameters()
@@ -260,6 +287,8 @@ class Runtime:
         self.gradients.end_use()
         self.gradients.deliver(present, changed_unseen=unseen)
         self.stalls.iteration(self.stream())
+        if self._ranks is not None:
+            scaling = self._ranks.same_scaling(scaling)
         scale = gradient_scale(present, scaling, self.options.max_grad_norm)
         self.grad_norm = scale.norm
         if scale.factor is None:
@@ -341,7 +370,16 @@ class Runtime:
         for layer in self.layers:
             for index, parameter in enumerate(layer.parameters):
                 if parameter._version != layer.parameter_versions[index]:
-                    self._adopt_weight(layer, index)
+                    self._weight_changed(layer, index)
+
+    def _weight_changed(self, layer: LayerState, index: int) -> None:
+        """A parameter was written to in place, not by a state dict that all ranks load."""
+        if self._ranks is not None:
+            raise UnsupportedError(
+                f"{layer.layout.slots[index].spec.name} was written to in place; with process_group all ranks "
+                "share it, and each would write: load a state dict on all ranks, or change weights before offload()"
+            )
+        self._adopt_weight(layer, index)
 
     def _loaded(self, module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
@@ -459,12 +497,16 @@ class Runtime:
             return
         self._closed = True
         with contextlib.ExitStack() as last_to_first:
+            if self._ranks is not None:
+                last_to_first.callback(self._ranks.close)
             if self._own_stream is not None:
                 last_to_first.callback(self._own_stream.close)
             last_to_first.callback(self.arena.close)
             last_to_first.callback(self.memory.budget.release)
             last_to_first.callback(self.memory.engine.close)
             last_to_first.callback(self.memory.space.close)
+            if self._ranks is not None:
+                last_to_first.callback(self._own_state)
             last_to_first.callback(self.patch.restore)
             last_to_first.callback(self._hand_back)
             last_to_first.callback(self._drop_device_copies)
@@ -483,8 +525,18 @@ class Runtime:
         """Make the parameters tensors over their host pages, which live on as long as any of them does."""
         for parameter, (layer, index) in self._home.items():
             gradient, parameter.grad = parameter.grad, None
-            parameter.data = layer.on_host("weight", index, self.arena)
+            parameter.data = self._unshared(layer.on_host("weight", index, self.arena))
             if gradient is not None:
                 at_home = gradient is layer.gradients[index]
                 plain = layer.on_host("gradient", index, self.arena) if at_home else gradient.to("cpu")
-                parameter.grad = plain.to(parameter.dtype)
+                parameter.grad = self._unshared(plain).to(parameter.dtype)
+
+    def _unshared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory of this process alone, where other ranks have the tensor's too."""
+        return tensor if self._ranks is None else tensor.clone()
+
+    def _own_state(self) -> None:
+        for state in self.patch.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[key] = self._unshared(value)

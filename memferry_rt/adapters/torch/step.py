@@ -112,6 +112,8 @@ class StepUpdates:
         The share of the parameters to be updated on the device; None balances by measured rates.
     stream : callable
         The stream on which the calling thread's kernels run.
+    fence : callable, optional
+        Where other ranks share the weights: blocks until none of them reads those of the step before.
 
     Attributes
     ----------
@@ -130,6 +132,7 @@ class StepUpdates:
         update: DeviceUpdate | None,
         split: float | None,
         stream: Callable[[], Stream],
+        fence: Callable[[str], None] | None = None,
     ) -> None:
         self._driver = driver
         self._layers = layers
@@ -140,6 +143,7 @@ class StepUpdates:
         self._update = update
         self._split = split
         self._stream = stream
+        self._fence = fence
         self.early: EarlyUpdates | None = None
         self.rates = UpdateRates()
         self.updated: list[LayerState] = []  # in the last step; some of them in these ways:
@@ -193,6 +197,10 @@ class StepUpdates:
             if layer.residence is None:
                 self._memory.cache.end_use(layer.index)
                 self.settle(layer)
+        if self._fence is not None:
+            for layer in updated:  # its copies from host memory are over, and it has no device copy after that
+                self._memory.weights[layer.index].acquire(Place.HOST, Mode.READ_WRITE).release()
+            self._fence("the update of a step")
         self._assign([layer for layer in updated if layer.residence is None and layer not in early])
         for layer in updated:
             counts = {index: self._patch.count(layer.parameters[index]) for index in indices[layer]}
@@ -373,7 +381,7 @@ class StepUpdates:
         Where the device has a kernel the CPU has the native one, which does not fail midway: what that replaces
         need not come home first.
         """
-        replaced = self._update is not None and work.replaces_weights
+        replaced = self._update is not None and work.replaces_weights and self._fence is None
         mode = Mode.WRITE if replaced else Mode.READ_WRITE
         return self._memory.weights[work.layer.index].acquire(Place.HOST, mode)
 
