@@ -113,9 +113,9 @@ def offload(
     emulated : EmulatedOptions, optional
         The machine to emulate.
     process_group : ProcessGroup, optional
-        Train with the other ranks of this group of ``torch.distributed``, each on its own micro-batches and its own
-        device: gradients are averaged, and the ranks share one host state, of which each updates its part.  All
-        ranks call this, `save`, `load` and ``optimizer.step()`` alike; weights begin as those of rank 0.
+        Train with the other ranks of this group of ``torch.distributed``, each on its own micro-batches and its
+        own device: gradients are averaged, and the ranks share one host state, of which each updates its part.
+        All ranks call this, `load` and ``optimizer.step()`` alike; weights begin as those of rank 0.
 
     Returns
     -------
@@ -152,7 +152,7 @@ def offload(
     )
     ranks = Ranks.join(process_group)
     if ranks is None:
-        prepared = _prepare(model, optimizer, options, param_init_fn)
+        prepared = _prepare(model, optimizer, options, param_init_fn, alone=True)
     else:
         prepared = _prepare_together(ranks, model, optimizer, options, param_init_fn)
     runtime = Runtime(
@@ -198,7 +198,7 @@ def _prepare_together(
     """As `_prepare`, refused on all ranks where one refuses or they differ."""
     try:
         options = options_of_rank(options)
-        prepared = _prepare(model, optimizer, options, init)
+        prepared = _prepare(model, optimizer, options, init, alone=False)
         refuse_unshared(optimizer, shared=prepared.rule.shared)
         emulated = prepared.driver.name == "emulated"
         ranks.require_backend(torch.device("cpu") if emulated else torch.device("cuda", prepared.device))
@@ -211,7 +211,12 @@ def _prepare_together(
 
 
 def _prepare(
-    model: nn.Module, optimizer: Optimizer, options: OffloadOptions, init: ParameterInit | None
+    model: nn.Module,
+    optimizer: Optimizer,
+    options: OffloadOptions,
+    init: ParameterInit | None,
+    *,
+    alone: bool,
 ) -> _Prepared:
     dtype = _compute_dtype(options.compute_dtype)
     require_hooks()
@@ -233,6 +238,8 @@ def _prepare(
         update = open_device_update(driver, ordinal, rule.kernel)
     share = split if isinstance(split, float) else None
     room = UpdateRoom() if update is None else room_for_updates(layouts, share)
+    if not alone:
+        room = replace(room, resident=(0,) * len(layouts))  # state must stay where every rank finds it
     if options.accumulate > 1:
         room = replace(room, summed=tuple(align_up(layout.gradient_nbytes, RING_UNIT) for layout in layouts))
     spares = options.spare_slabs

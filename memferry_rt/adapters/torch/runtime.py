@@ -84,7 +84,7 @@ class Runtime:
         self.factory = TensorFactory(driver, device)
         self._streams: dict[int, Stream] = {}
         self._own_stream = driver.create_stream(device) if self.factory.emulated else None
-        self._ranks = ranks
+        self.ranks = ranks
         self.arena: SlabPages
         if ranks is None:
             self.arena = HostArena(driver, host_nbytes(layouts, spares))
@@ -104,7 +104,9 @@ class Runtime:
         threads = torch.get_num_threads()
         self._rule = rule
         queue: Callable[..., UpdateQueue] = (
-            UpdateQueue if ranks is None else functools.partial(RankUpdates, ranks.board)
+            UpdateQueue
+            if ranks is None
+            else functools.partial(RankUpdates, ranks.board, emulated=self.factory.emulated)
         )
         self.updates = queue(
             start=single_threaded,
@@ -139,9 +141,9 @@ class Runtime:
         names = {parameter: name for name, parameter in model.named_parameters()}
         trainable = [parameter for parameter in names if parameter.requires_grad]
         flow: Callable[..., GradientFlow] = GradientFlow
-        if self._ranks is not None:
+        if self.ranks is not None:
             uses = self.memory.trace.first_uses
-            flow = functools.partial(RankGradients, self._ranks, self.factory.torch_device, uses)
+            flow = functools.partial(RankGradients, self.ranks, self.factory.torch_device, uses)
         self.gradients = flow(
             driver=self.driver,
             engine=self.memory.engine,
@@ -191,7 +193,7 @@ class Runtime:
                 if layer.layout.slots[index].spec.updated
             }
             if groups:
-                parts = None if self._ranks is None else self._ranks.share.parts(layer.layout)
+                parts = None if self.ranks is None else self.ranks.share.parts(layer.layout)
                 plans[layer] = self._rule.plan(layer, groups, parts)
         split = self.options.optimizer_split
         self.step_updates = StepUpdates(
@@ -204,8 +206,10 @@ class Runtime:
             update,
             split=split if isinstance(split, float) else None,
             stream=self.stream,
-            fence=None if self._ranks is None else self._ranks.fence,
+            shared=self.ranks is not None,
         )
+        if isinstance(self.updates, RankUpdates):
+            self.updates.streamed_until = lambda layer: self.step_updates.streamed_until(self.layers[layer])
 
     def _update_early(self, spares: list[SpareSlab]) -> None:
         """Make updates during backward, if that is what the native kernel of Adam does here."""
@@ -270,7 +274,7 @@ class Runtime:
         layers are still being updated; a forward waits for each layer as it comes to it.
         """
         self._require_open()
-        with contextlib.nullcontext() if self._ranks is None else self._ranks.told():
+        with contextlib.nullcontext() if self.ranks is None else self.ranks.told():
             self._step()
 
     def _step(self) -> None:
@@ -287,8 +291,8 @@ class Runtime:
         self.gradients.end_use()
         self.gradients.deliver(present, changed_unseen=unseen)
         self.stalls.iteration(self.stream())
-        if self._ranks is not None:
-            scaling = self._ranks.same_scaling(scaling)
+        if self.ranks is not None:
+            scaling = self.ranks.agree_on_step(scaling, self.patch.settings())
         scale = gradient_scale(present, scaling, self.options.max_grad_norm)
         self.grad_norm = scale.norm
         if scale.factor is None:
@@ -362,8 +366,19 @@ class Runtime:
             self.stream().synchronize()
             self.step_updates.forget_early()
             self.step_updates.release_weights(self.layers)
-        with self.slabs.open(write=write) as states:
+        with self._all_ranks() if write else contextlib.nullcontext(), self.slabs.open(write=write) as states:
             yield states
+
+    @contextlib.contextmanager
+    def _all_ranks(self) -> Iterator[None]:
+        """Of several ranks every one is here, and none goes on before all have ended this."""
+        if self.ranks is None:
+            yield
+            return
+        with self.ranks.told():
+            self.ranks.fence("their load()")
+            yield
+            self.ranks.fence("the end of their load()")
 
     # -- changes by the user ------------------------------------------------------------------------------
     def _check_parameters(self) -> None:
@@ -374,11 +389,8 @@ class Runtime:
 
     def _weight_changed(self, layer: LayerState, index: int) -> None:
         """A parameter was written to in place, not by a state dict that all ranks load."""
-        if self._ranks is not None:
-            raise UnsupportedError(
-                f"{layer.layout.slots[index].spec.name} was written to in place; with process_group all ranks "
-                "share it, and each would write: load a state dict on all ranks, or change weights before offload()"
-            )
+        if self.ranks is not None:
+            self.ranks.refuse_write(layer.layout.slots[index].spec.name)
         self._adopt_weight(layer, index)
 
     def _loaded(self, module: nn.Module) -> None:
@@ -466,6 +478,11 @@ class Runtime:
             grad_norm=self.grad_norm,
         )
 
+    @property
+    def saves(self) -> bool:
+        """Whether it is this process that writes checkpoints: alone, or the first of several ranks."""
+        return self.ranks is None or self.ranks.first
+
     def smallest_device_memory(self, torch_nbytes: int) -> int:
         """The smallest `device_memory` in bytes that would leave torch `torch_nbytes` bytes from the start."""
         return self.memory.budget.smallest_for(torch_nbytes)
@@ -497,15 +514,15 @@ class Runtime:
             return
         self._closed = True
         with contextlib.ExitStack() as last_to_first:
-            if self._ranks is not None:
-                last_to_first.callback(self._ranks.close)
+            if self.ranks is not None:
+                last_to_first.callback(self.ranks.close)
             if self._own_stream is not None:
                 last_to_first.callback(self._own_stream.close)
             last_to_first.callback(self.arena.close)
             last_to_first.callback(self.memory.budget.release)
             last_to_first.callback(self.memory.engine.close)
             last_to_first.callback(self.memory.space.close)
-            if self._ranks is not None:
+            if self.ranks is not None:
                 last_to_first.callback(self._own_state)
             last_to_first.callback(self.patch.restore)
             last_to_first.callback(self._hand_back)
@@ -533,7 +550,7 @@ class Runtime:
 
     def _unshared(self, tensor: torch.Tensor) -> torch.Tensor:
         """Memory of this process alone, where other ranks have the tensor's too."""
-        return tensor if self._ranks is None else tensor.clone()
+        return tensor if self.ranks is None else tensor.clone()
 
     def _own_state(self) -> None:
         for state in self.patch.optimizer.state.values():

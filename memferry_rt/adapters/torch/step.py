@@ -112,8 +112,8 @@ class StepUpdates:
         The share of the parameters to be updated on the device; None balances by measured rates.
     stream : callable
         The stream on which the calling thread's kernels run.
-    fence : callable, optional
-        Where other ranks share the weights: blocks until none of them reads those of the step before.
+    shared : bool
+        Other ranks update other parts of the same host pages.
 
     Attributes
     ----------
@@ -132,7 +132,7 @@ class StepUpdates:
         update: DeviceUpdate | None,
         split: float | None,
         stream: Callable[[], Stream],
-        fence: Callable[[str], None] | None = None,
+        shared: bool = False,
     ) -> None:
         self._driver = driver
         self._layers = layers
@@ -143,7 +143,7 @@ class StepUpdates:
         self._update = update
         self._split = split
         self._stream = stream
-        self._fence = fence
+        self._shared = shared
         self.early: EarlyUpdates | None = None
         self.rates = UpdateRates()
         self.updated: list[LayerState] = []  # in the last step; some of them in these ways:
@@ -197,10 +197,6 @@ class StepUpdates:
             if layer.residence is None:
                 self._memory.cache.end_use(layer.index)
                 self.settle(layer)
-        if self._fence is not None:
-            for layer in updated:  # its copies from host memory are over, and it has no device copy after that
-                self._memory.weights[layer.index].acquire(Place.HOST, Mode.READ_WRITE).release()
-            self._fence("the update of a step")
         self._assign([layer for layer in updated if layer.residence is None and layer not in early])
         for layer in updated:
             counts = {index: self._patch.count(layer.parameters[index]) for index in indices[layer]}
@@ -336,7 +332,7 @@ class StepUpdates:
         assert streaming is not None
         assert update is not None
         weights = self._memory.weights[layer.index]
-        stay = weights.resident and work.has_masters
+        stay = weights.resident and work.has_masters and not self._shared
         if not stay:
             self._open_home(work).release()  # nobody uses the pages from here on
         pieces = self._on_device(layer).native(update, *work.captured)
@@ -379,9 +375,9 @@ class StepUpdates:
         """A layer's weights at home, for an update that writes them there; it gives up the device copy.
 
         Where the device has a kernel the CPU has the native one, which does not fail midway: what that replaces
-        need not come home first.
+        need not come home first.  A part of what is shared does not replace the whole.
         """
-        replaced = self._update is not None and work.replaces_weights and self._fence is None
+        replaced = self._update is not None and work.replaces_weights and not self._shared
         mode = Mode.WRITE if replaced else Mode.READ_WRITE
         return self._memory.weights[work.layer.index].acquire(Place.HOST, mode)
 

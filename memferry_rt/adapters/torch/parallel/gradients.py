@@ -1,9 +1,9 @@
 """Gradients of which every rank keeps a part at home: the mean over the ranks, made while backward goes on.
 
 A layer's gradients stay autograd's until all of them are there.  Then the ranks exchange its pieces, each adds up
-its own and sends it home, into the pages that all share.  The ranks go through the layers in one agreed order;
-what is not complete when backward ends follows then, with zeros for what is missing.  After backward ``grad`` is the
-whole mean on every rank, to be read and not to be written.
+its own and sends it home, into the pages that all share.  The ranks go through the layers in one agreed order; what
+is not complete when backward ends follows then, with zeros for what is missing.  After backward ``grad`` is the whole
+mean on every rank, to be read and not to be written.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RankGradients(GradientFlow):
         self.in_backward()
         with self._ranks.told():
             if not self._begun:
-                if partial is not None and partial is not slot.home:
+                if partial is not None and not _is_as_left(slot, partial):
                     raise _changed(slot)
                 self._begin(_BACKWARD, {slot} if partial is not None else set(), arriving=slot)
             self._advance()  # of the layer before: hooks of users have seen its gradients by now
@@ -104,21 +104,26 @@ class RankGradients(GradientFlow):
     def _begin(self, kind: int, kept: set[GradientSlot], arriving: GradientSlot | None = None) -> bool:
         """Meet the other ranks at a backward or a step; whether any of them is in a backward.
 
-        Behind it nobody reads gradients at home any more, and all have kept the same of them.
+        Behind it nobody reads gradients at home any more, and all have kept the same of them.  Behind a step that
+        all make, no device reads weights any more.
         """
         for slot in self.slots:
-            if slot.parameter.grad is slot.home and slot.version == slot.home._version:
-                kept.add(slot)
-            elif slot.parameter.grad is not None and slot is not arriving:
+            gradient = slot.parameter.grad
+            if gradient is None or slot is arriving:
+                continue
+            if not _is_as_left(slot, gradient):
                 raise _changed(slot)
+            kept.add(slot)
         for layer, home in self._homes.items():
             self._settle(layer)
             for slot in home.slots:
                 if slot not in kept:
                     self._let_go(slot)
-        stream = self._stream()
         self._end_brackets()
-        stream.synchronize()
+        if kind == _STEP:
+            self._driver.synchronize(self._engine.device)
+        else:
+            self._stream().synchronize()
         known = {layer.index for layer in self._homes}
         uses = [index for index in self._first_uses() if index in known]
         same = digest(" ".join(slot.name for slot in self.slots if slot in kept))
@@ -295,6 +300,11 @@ class RankGradients(GradientFlow):
                 home.bracket = None
 
 
+def _is_as_left(slot: GradientSlot, gradient: torch.Tensor) -> bool:
+    """Whether it is what backward has left, and nobody has written to it."""
+    return gradient is slot.home and slot.version == slot.home._version
+
+
 def _aborted() -> OffloadError:
     return OffloadError(
         "a backward has ended by an exception after the ranks had begun to exchange its gradients; start the job "
@@ -304,6 +314,6 @@ def _aborted() -> OffloadError:
 
 def _changed(slot: GradientSlot) -> UnsupportedError:
     return UnsupportedError(
-        f"{slot.name}: its grad was written to or replaced; with process_group all ranks share it, so it may only be "
-        "read, or set to None on all ranks: clip with max_grad_norm, and scale the loss instead"
+        f"{slot.name}: its grad was written to or replaced; with process_group all ranks share it, so it may only "
+        "be read, or set to None on all ranks: clip with max_grad_norm, and scale the loss instead"
     )

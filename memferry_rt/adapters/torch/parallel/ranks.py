@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -189,36 +189,35 @@ class Ranks:
         """Block until every rank is here."""
         self.board.gather([], what)
 
-    def require_same(self, text: str, what: str) -> None:
-        """Refuse on all ranks what they have differently.
-
-        Raises
-        ------
-        RankError
-        """
-        found = [int(message[0]) for message in self.board.gather([digest(text)], what)]
-        odd = [rank for rank, value in enumerate(found) if value != found[0]]
-        if odd:
-            raise RankError(
-                f"ranks differ in {what}: rank {odd[0]} has others than rank 0; do the same on every rank"
-            )
-
-    def same_scaling(self, scaling: AmpScaling | None) -> AmpScaling | None:
+    def agree_on_step(self, scaling: AmpScaling | None, settings: Sequence[Any]) -> AmpScaling | None:
         """What the scalers of all ranks say together: finite where it is for all.
 
         Raises
         ------
         RankError
-            They scale differently.
+            They scale differently, or their optimizers have other settings.
         """
         inverse = 0.0 if scaling is None or scaling.inverse is None else scaling.inverse
         finite = scaling is None or scaling.finite
-        own = [scaling is not None, finite, int(np.float64(inverse).view(np.int64))]
+        own = [scaling is not None, finite, int(np.float64(inverse).view(np.int64)), digest(repr(settings))]
         found = [message.tolist() for message in self.board.gather(own, "their step")]
         for rank, other in enumerate(found):
             if (other[0], other[2]) != (found[0][0], found[0][2]):
                 raise RankError(f"ranks differ in their GradScaler: rank {rank} has another scale than rank 0")
+            if other[3] != found[0][3]:
+                raise RankError(
+                    f"ranks differ in the optimizer's settings: rank {rank} has others than rank 0, perhaps a "
+                    "learning rate; schedule them alike on all ranks"
+                )
         return None if scaling is None else replace(scaling, finite=all(other[1] for other in found))
+
+    def refuse_write(self, name: str) -> NoReturn:
+        """Nobody may write to a weight in place: every rank would do it once more to what all share."""
+        with self.told():
+            raise UnsupportedError(
+                f"{name} was written to in place; with process_group all ranks share it, and each would write: "
+                "load a state dict on all ranks, or change weights before offload()"
+            )
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:

@@ -27,20 +27,15 @@ def options_of_rank(options: OffloadOptions) -> OffloadOptions:
     UnsupportedError
         Something was asked for that ranks cannot share.
     """
-    if isinstance(options.optimizer_split, float) and options.optimizer_split > 0:
-        raise UnsupportedError(
-            f"optimizer_split={options.optimizer_split} with process_group: the CPU makes the updates of every rank's "
-            "share; use 'auto' or 'cpu'"
-        )
     if options.spare_slabs:
         raise UnsupportedError(
-            f"spare_slabs={options.spare_slabs} with process_group: updates are not made during backward where ranks "
-            "share the host state; leave it out"
+            f"spare_slabs={options.spare_slabs} with process_group: updates are not made during backward where "
+            "ranks share the host state; leave it out"
         )
     device = options.device
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{torch.cuda.current_device()}"
-    return dataclasses.replace(options, device=device, optimizer_split="cpu", spare_slabs=0, accumulate=1)
+    return dataclasses.replace(options, device=device, spare_slabs=0, accumulate=1)
 
 
 def refuse_unshared(optimizer: Optimizer, *, shared: bool) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from memferry_allocator import Event
+
 from ....native import NativeCalls
 from ....parallel import Board
 from ....updates import UpdateQueue
@@ -16,13 +18,23 @@ class RankUpdates(UpdateQueue):
     Parameters
     ----------
     board : Board
+    emulated : bool
+        The device does nothing before somebody waits for it.
     options
         As for `UpdateQueue`.
+
+    Attributes
+    ----------
+    streamed_until : callable
+        The event after which what the device makes of a layer's update is at home; None where that is over.
     """
 
-    def __init__(self, board: Board, **options: Any) -> None:
+    streamed_until: Callable[[int], Event | None]
+
+    def __init__(self, board: Board, *, emulated: bool, **options: Any) -> None:
         super().__init__(**options)
         self._board = board
+        self._emulated = emulated
         self._numbers: dict[int, int] = {}  # of the last update of each layer; all ranks count alike
         self._told: dict[int, int] = {}
         self._broken = False
@@ -34,6 +46,10 @@ class RankUpdates(UpdateQueue):
     def submit_native(self, layer: int, calls: NativeCalls, end: Callable[[], None], *, elements: int) -> None:
         self._count(layer)
         super().submit_native(layer, calls, end, elements=elements)
+
+    def feed(self, layer: int, enqueue: Callable[[], None]) -> None:
+        self._count(layer)
+        super().feed(layer, enqueue)
 
     def _count(self, layer: int) -> None:
         self._numbers[layer] = self._numbers.get(layer, 0) + 1
@@ -72,6 +88,15 @@ class RankUpdates(UpdateQueue):
             if self._told.get(layer) == number:
                 continue
             update = self._pending.get(layer)
-            if update is None or (update.done() and not update.failed()):
+            if (update is None or (update.done() and not update.failed())) and self._at_home(layer):
                 self._told[layer] = number
                 self._board.write(layer, number)
+
+    def _at_home(self, layer: int) -> bool:
+        """Whether the device has sent home what it was to make of a layer's update, all of which is enqueued."""
+        until = self.streamed_until(layer)
+        if until is None:
+            return True
+        if self._emulated:
+            until.synchronize()
+        return until.query()
