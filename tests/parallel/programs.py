@@ -164,7 +164,7 @@ def train(group: Any, job: Job) -> Result:
 
 
 def alone(job: Job, size: int) -> Result:
-    """The same in one process of plain PyTorch: every rank's gradient by itself, then their mean as it is defined."""
+    """The same in one process of plain PyTorch: every rank's gradient, then their mean as it is defined."""
     model, optimizer = build(job)
     masters = {p: nn.Parameter(p.detach().float().clone()) for p in optimizer.param_groups[0]["params"]}
     update = torch.optim.AdamW(masters.values(), lr=1e-2, fused=True)
@@ -174,13 +174,8 @@ def alone(job: Job, size: int) -> Result:
             p.grad = master.grad = None
         for p, gradient in _mean(job, model, step, size).items():
             masters[p].grad = gradient.float()
-        norm = math.sqrt(
-            sum(
-                float(torch.linalg.vector_norm(m.grad.double())) ** 2
-                for m in masters.values()
-                if m.grad is not None
-            )
-        )
+        gradients = [master.grad.double() for master in masters.values() if master.grad is not None]
+        norm = math.sqrt(sum(float(torch.linalg.vector_norm(gradient)) ** 2 for gradient in gradients))
         norms.append(norm)
         if not math.isfinite(norm):
             skipped += 1

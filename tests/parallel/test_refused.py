@@ -39,7 +39,7 @@ def _offload(group: Any, odd: dict[str, Any], **common: Any) -> str:
 
 DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
     "a layer more": ({"model": {"layers": 3}}, "ranks differ in the number of layers: rank 0 has 5, rank 1 has 6"),
-    "wider": ({"model": {"width": 64}}, "ranks differ in parameter embedding.weight"),
+    "wider": ({"model": {"width": 64}}, "ranks differ in parameter position"),
     "tied": ({"model": {"tied": True}}, "ranks differ in"),
     "frozen": ({"freeze": True}, "ranks differ in parameter head.weight"),
     "budget": ({"device_memory": "2MiB"}, "ranks differ in device_memory: rank 0 has 1048576, rank 1 has 2097152"),
@@ -113,7 +113,7 @@ def _no_room(group: Any) -> str:
         (_elsewhere, ["UnsupportedError: process_group: its ranks are on several hosts"] * 2),
         (
             _no_room,
-            ["OutOfMemory: the machine is full", "RankError: rank 0 refuses, and so do all: OutOfMemory: "],
+            ["OutOfMemory: the machine is full", "RankError: rank 0 refuses, and so do all: OutOf"],
         ),
     ],
 )

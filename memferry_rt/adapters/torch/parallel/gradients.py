@@ -1,9 +1,9 @@
 """Gradients of which every rank keeps a part at home: the mean over the ranks, made while backward goes on.
 
 A layer's gradients stay autograd's until all of them are there.  Then the ranks exchange its pieces, each adds up
-its own and sends it home, into the pages that all share.  The ranks go through the layers in one agreed order; what
-is not complete when backward ends follows then, with zeros for what is missing.  After backward ``grad`` is the whole
-mean on every rank, to be read and not to be written.
+its own and sends it home, into the pages that all share.  The ranks go through the layers in one agreed order;
+what is not complete when backward ends follows then, with zeros for what is missing.  After backward ``grad`` is
+the whole mean on every rank, to be read and not to be written.
 """
 
 from __future__ import annotations
