@@ -106,7 +106,7 @@ class Runtime:
         queue: Callable[..., UpdateQueue] = (
             UpdateQueue
             if ranks is None
-            else functools.partial(RankUpdates, ranks.board, emulated=self.factory.emulated)
+            else functools.partial(RankUpdates, ranks.board, cores=ranks.cores, emulated=self.factory.emulated)
         )
         self.updates = queue(
             start=single_threaded,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -22,6 +23,16 @@ from ....parallel import ArenaAddress, Board, BoardLayout, RankArena, Share, Sha
 from ..optimizer import AmpScaling
 
 
+@dataclass(frozen=True)
+class _Told:
+    """What ranks tell each other before training."""
+
+    facts: dict[str, str]
+    refusal: str | None
+    host: str
+    processors: set[int]
+
+
 class Ranks:
     """This process among the others of its group.  Made by `join`.
 
@@ -34,6 +45,8 @@ class Ranks:
         The host state of all ranks; there after `open`.
     board : Board
         On which they keep step; there after `open`.
+    cores : int
+        Processors that this rank has for itself, of those that several may run on; known after `agree`.
     """
 
     arena: RankArena
@@ -42,6 +55,7 @@ class Ranks:
     def __init__(self, group: Any) -> None:
         self.group = group
         self.share = Share(dist.get_rank(group), dist.get_world_size(group))
+        self.cores = 1
 
     @classmethod
     def join(cls, group: Any) -> Ranks | None:
@@ -90,17 +104,24 @@ class Ranks:
             On the others; or ranks differ, with the same message on all.
         """
         own = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
-        found: list[tuple[dict[str, str], str | None, str]] = [({}, None, "")] * self.size
-        dist.all_gather_object(found, (dict(facts), own, host_key()), group=self.group)
+        mine = os.sched_getaffinity(0)
+        told = _Told(dict(facts), own, host_key(), mine)
+        found = [told] * self.size
+        dist.all_gather_object(found, told, group=self.group)
         if refusal is not None:
             raise refusal
-        for rank, (_, why, _) in enumerate(found):
-            if why is not None:
-                raise RankError(f"rank {rank} refuses, and so do all: {why}")
-        self._require_one_host([host for _, _, host in found])
-        for rank, (theirs, _, _) in enumerate(found):
-            for name in [*found[0][0], *theirs]:
-                mine, other = found[0][0].get(name), theirs.get(name)
+        for rank, other in enumerate(found):
+            if other.refusal is not None:
+                raise RankError(f"rank {rank} refuses, and so do all: {other.refusal}")
+        self._require_one_host([other.host for other in found])
+        self._require_alike([other.facts for other in found])
+        self.cores = max(1, len(mine) // sum(bool(mine & other.processors) for other in found))
+
+    @staticmethod
+    def _require_alike(found: Sequence[Mapping[str, str]]) -> None:
+        for rank, theirs in enumerate(found):
+            for name in [*found[0], *theirs]:
+                mine, other = found[0].get(name), theirs.get(name)
                 if mine != other:
                     raise RankError(
                         f"ranks differ in {name}: rank 0 has {mine or 'none'}, rank {rank} has {other or 'none'}; "

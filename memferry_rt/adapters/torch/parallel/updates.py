@@ -18,6 +18,8 @@ class RankUpdates(UpdateQueue):
     Parameters
     ----------
     board : Board
+    cores : int
+        Processors that this rank may use.
     emulated : bool
         The device does nothing before somebody waits for it.
     options
@@ -31,8 +33,8 @@ class RankUpdates(UpdateQueue):
 
     streamed_until: Callable[[int], Event | None]
 
-    def __init__(self, board: Board, *, emulated: bool, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, board: Board, *, cores: int, emulated: bool, feeder: bool, **options: Any) -> None:
+        super().__init__(max(1, cores - (2 if feeder else 1)), feeder=feeder, **options)
         self._board = board
         self._emulated = emulated
         self._numbers: dict[int, int] = {}  # of the last update of each layer; all ranks count alike
