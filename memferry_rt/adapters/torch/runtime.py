@@ -172,7 +172,8 @@ class Runtime:
         for module in model.modules():
             self.guards.attach(module)
         self.guards.attach_root(model)
-        self.patch = self._rule.patch(self._home, step=self.step, settle=self.synchronize)
+        step = self.step if self.ranks is None else self.ranks.told()(self.step)
+        self.patch = self._rule.patch(self._home, step=step, settle=self.synchronize)
         self.slabs = SlabAccess(
             model,
             self.layers,
@@ -274,10 +275,6 @@ class Runtime:
         layers are still being updated; a forward waits for each layer as it comes to it.
         """
         self._require_open()
-        with contextlib.nullcontext() if self.ranks is None else self.ranks.told():
-            self._step()
-
-    def _step(self) -> None:
         self.updates.wait_all()
         self.scopes.reset()
         self._check_parameters()
