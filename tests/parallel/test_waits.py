@@ -1,4 +1,4 @@
-"""Every wait between ranks counts: with any delays the bits are the same, and without one of the waits they are not."""
+"""Every wait between ranks counts: whatever is late the bits are the same, and without a wait they are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine: gloo between them, and an emulated device each."""
+"""Ranks as processes of this machine: gloo between them and an emulated device each, or NCCL and a GPU each."""
 
 from __future__ import annotations
 
@@ -29,17 +29,19 @@ class Failure:
     trace: str
 
 
-def run(size: int, program: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT) -> list[Any]:
+def run(size: int, program: Callable[..., Any], *arguments: Any, cuda: bool = False) -> list[Any]:
     """What each rank's program returns, or the `Failure` that it has raised; None of one that was killed.
 
     A program is a function of a module, called with its rank's process group and the arguments.
     """
+    context = multiprocessing.get_context("spawn") if cuda else _context  # CUDA does not survive a fork
+    timeout = 60.0 if cuda else TIMEOUT
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):
-            receiver, sender = _context.Pipe(duplex=False)
-            process = _context.Process(
-                target=_rank, args=(rank, size, f"{folder}/store", timeout, sender, program, arguments)
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank, args=(rank, size, f"{folder}/store", timeout, cuda, sender, program, arguments)
             )
             process.start()
             sender.close()
@@ -58,9 +60,9 @@ def run(size: int, program: Callable[..., Any], *arguments: Any, timeout: float 
         return results
 
 
-def succeed(size: int, program: Callable[..., Any], *arguments: Any) -> list[Any]:
+def succeed(size: int, program: Callable[..., Any], *arguments: Any, cuda: bool = False) -> list[Any]:
     """As `run`, where every rank must end well."""
-    results = run(size, program, *arguments)
+    results = run(size, program, *arguments, cuda=cuda)
     for rank, result in enumerate(results):
         assert not isinstance(result, Failure), f"rank {rank}: {result.trace}"
     return results
@@ -75,13 +77,23 @@ def _result(pipe: Any, timeout: float) -> Any:
 
 
 def _rank(
-    rank: int, size: int, store: str, timeout: float, pipe: Any, program: Callable[..., Any], arguments: Any
+    rank: int,
+    size: int,
+    store: str,
+    timeout: float,
+    cuda: bool,
+    pipe: Any,
+    program: Callable[..., Any],
+    arguments: Any,
 ) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # not every machine lets a process use NVLink multicast
     try:
+        if cuda:
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            "nccl" if cuda else "gloo",
             store=dist.FileStore(store, size),
             rank=rank,
             world_size=size,

@@ -198,6 +198,8 @@ def _prepare_together(
     """As `_prepare`, refused on all ranks where one refuses or they differ."""
     try:
         options = options_of_rank(options)
+        if options.device.startswith("cuda:"):
+            ranks.device = torch.device(options.device)
         prepared = _prepare(model, optimizer, options, init, alone=False)
         refuse_unshared(optimizer, shared=prepared.rule.shared)
         emulated = prepared.driver.name == "emulated"

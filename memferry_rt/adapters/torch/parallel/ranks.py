@@ -56,6 +56,7 @@ class Ranks:
         self.group = group
         self.share = Share(dist.get_rank(group), dist.get_world_size(group))
         self.cores = 1
+        self.device: torch.device | None = None  # CUDA's, on which NCCL carries objects too
 
     @classmethod
     def join(cls, group: Any) -> Ranks | None:
@@ -107,7 +108,8 @@ class Ranks:
         mine = os.sched_getaffinity(0)
         told = _Told(dict(facts), own, host_key(), mine)
         found = [told] * self.size
-        dist.all_gather_object(found, told, group=self.group)
+        with self._on_device():
+            dist.all_gather_object(found, told, group=self.group)
         if refusal is not None:
             raise refusal
         for rank, other in enumerate(found):
@@ -127,6 +129,9 @@ class Ranks:
                         f"ranks differ in {name}: rank 0 has {mine or 'none'}, rank {rank} has {other or 'none'}; "
                         "give every rank the same model, optimizer and options"
                     )
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.device is None else torch.cuda.device(self.device)
 
     def _require_one_host(self, hosts: Sequence[str]) -> None:
         if len(set(hosts)) > 1:
@@ -172,7 +177,8 @@ class Ranks:
             else:
                 self.agree({})
             addresses = [self.arena.address if self.first else None]
-            dist.broadcast_object_list(addresses, group=self.group, group_src=0)
+            with self._on_device():
+                dist.broadcast_object_list(addresses, group=self.group, group_src=0)
             self._try(lambda: self.arena if self.first else self._attach(driver, addresses[0]))
             words = SharedWords(self.arena.array(self.arena.cut(board)).view(np.int64))
             self.board = Board(words, layout, self.rank, self._timeout())
