@@ -11,9 +11,10 @@ import os
 import sys
 from typing import Any
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-)
+_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+if _here > 1:  # the launcher has set it to 1
+    os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)) // _here)
+os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
     os.environ.setdefault(name, value)
 os.environ.setdefault("MASTER_PORT", "29517")

@@ -253,7 +253,6 @@ class Runtime:
         return self._use(layer, training=True).saved(key)
 
     def _use(self, layer: LayerState, *, training: bool) -> DeviceViews:
-        self.gradients.in_backward()
         stream = self.stream()
         begin = self.stalls.mark(stream) if training and layer is not self._last_used else None
         blocked = time.perf_counter()
@@ -317,6 +316,7 @@ class Runtime:
 
     def _settle_layer(self, layer: LayerState) -> None:
         """Block until a layer's update is made or, on the device, enqueued: its weights may then be acquired."""
+        self.gradients.in_backward()
         self.updates.wait(layer.index)
 
     def _gradients_change(self, layer: LayerState) -> None:
