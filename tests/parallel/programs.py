@@ -203,6 +203,7 @@ def _mean(job: Job, model: nn.Module, step: int, size: int) -> dict[nn.Parameter
             made.append({p: p.grad.clone() for p in model.parameters() if p.grad is not None})
         micro.append(made)
     total: dict[nn.Parameter, torch.Tensor] = {}
+    summed = getattr(torch, job.options.get("accumulate_dtype", ""), None)
     for number in range(job.accumulate):
         ranks = [made[number] if number < len(made) else {} for made in micro]
         for p in model.parameters():
@@ -212,7 +213,7 @@ def _mean(job: Job, model: nn.Module, step: int, size: int) -> dict[nn.Parameter
             mean = torch.zeros(p.shape)
             for gradients in ranks:
                 mean += gradients.get(p, torch.zeros_like(p)).float()
-            mean = (mean / size).to(p.dtype)
+            mean = (mean / size).to(summed or p.dtype)
             total[p] = mean + total[p] if p in total else mean
     return total
 

@@ -41,6 +41,9 @@ HARDER = {
     "micro-steps": replace(BITS, accumulate=3),
     "half": replace(BITS, dtype=torch.bfloat16),
     "half, micro-steps": replace(BITS, dtype=torch.bfloat16, accumulate=2),
+    "half, summed in fp32": replace(
+        BITS, dtype=torch.bfloat16, accumulate=2, options={"accumulate_dtype": "float32", "accumulate": 2}
+    ),
     "a rank without data": replace(BITS, accumulate=2, absent=frozenset({(0, 1), (2, 0)})),
     "nobody has data": replace(BITS, absent=frozenset({(1, 0), (1, 1)})),
     "not finite": replace(BITS, spoilt=frozenset({1})),
