@@ -60,6 +60,13 @@ def _twice_recomputed(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
     return checkpointed(True)(blocks, checkpointed(True)(blocks, x))
 
 
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": partial(torch.optim.AdamW, fused=True),
+    "SGD": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+    "plain SGD": torch.optim.SGD,
+    "Adagrad": partial(torch.optim.Adagrad, fused=True),
+    "Lion": memferry_rt.Lion,
+}
 Loss = Callable[[nn.Module, int], torch.Tensor]
 _decoder = partial(Decoder, layers=3)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
@@ -99,6 +106,7 @@ class Job:
     seed: int = 0
     absent: frozenset[tuple[int, int]] = frozenset()
     spoilt: frozenset[int] = frozenset()
+    optimizer: str = "AdamW"
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -115,7 +123,7 @@ def build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = MODELS[job.model][0]().to(job.dtype)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return model, torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+    return model, OPTIMIZERS[job.optimizer](parameters, lr=1e-2)
 
 
 def offloaded(group: Any, job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -167,7 +175,7 @@ def alone(job: Job, size: int) -> Result:
     """The same in one process of plain PyTorch: every rank's gradient, then their mean as it is defined."""
     model, optimizer = build(job)
     masters = {p: nn.Parameter(p.detach().float().clone()) for p in optimizer.param_groups[0]["params"]}
-    update = torch.optim.AdamW(masters.values(), lr=1e-2, fused=True)
+    update = OPTIMIZERS[job.optimizer](masters.values(), lr=1e-2)
     norms, skipped = [], 0
     for step in range(job.steps):
         for p, master in masters.items():

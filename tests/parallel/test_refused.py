@@ -69,7 +69,7 @@ def test_what_one_rank_refuses_all_refuse() -> None:
 COMMON: dict[str, tuple[dict[str, Any], str]] = {
     "host memory": ({"host_memory": "64KiB"}, "BudgetError: host_memory: "),
     "spare slabs": ({"spare_slabs": 1}, "UnsupportedError: spare_slabs=1 with process_group"),
-    "another optimizer": ({"optimizer": torch.optim.SGD}, "UnsupportedError: process_group: SGD updates whole"),
+    "another optimizer": ({"optimizer": torch.optim.RAdam}, "UnsupportedError: process_group: RAdam updates"),
 }
 
 

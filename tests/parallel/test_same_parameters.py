@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from . import world
-from .programs import MODELS, Job, Result, alone, together
+from .programs import MODELS, OPTIMIZERS, Job, Result, alone, together
 
 BITS = Job(max_grad_norm=None)
 
 
-def _assert_bits(one: Result, other: Result) -> None:
+def _assert_bits(one: Result, other: Result, what: object = "") -> None:
     assert one.parameters.keys() == other.parameters.keys()
     for name, value in one.parameters.items():
-        assert torch.equal(value.view(torch.int32), other.parameters[name].view(torch.int32)), name
+        assert torch.equal(value.view(torch.int32), other.parameters[name].view(torch.int32)), (what, name)
 
 
 def _assert_ranks_agree(results: list[list[Result]]) -> None:
@@ -34,7 +34,7 @@ def test_any_model_has_the_bits_of_one_process(size: int) -> None:
     results = world.succeed(size, together, jobs)
     _assert_ranks_agree(results)
     for job, result in zip(jobs, results[0], strict=True):
-        _assert_bits(result, alone(job, size))
+        _assert_bits(result, alone(job, size), job)
 
 
 HARDER = {
@@ -44,6 +44,8 @@ HARDER = {
     "half, summed in fp32": replace(
         BITS, dtype=torch.bfloat16, accumulate=2, options={"accumulate_dtype": "float32", "accumulate": 2}
     ),
+    **{name: replace(BITS, optimizer=name) for name in OPTIMIZERS},
+    "half, SGD": replace(BITS, dtype=torch.bfloat16, optimizer="SGD"),
     "a rank without data": replace(BITS, accumulate=2, absent=frozenset({(0, 1), (2, 0)})),
     "nobody has data": replace(BITS, absent=frozenset({(1, 0), (1, 1)})),
     "not finite": replace(BITS, spoilt=frozenset({1})),
@@ -56,7 +58,7 @@ def test_harder_jobs_have_the_bits_of_one_process() -> None:
     for name, job, result in zip(HARDER, HARDER.values(), results[0], strict=True):
         expected = alone(job, 2)
         assert result.skipped == expected.skipped, name
-        _assert_bits(result, expected)
+        _assert_bits(result, expected, name)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -20,7 +20,7 @@ from memferry_rt.cache import LayerCache
 from memferry_rt.parallel import Board
 
 from . import world
-from .programs import MODELS, Job, Result, alone, closing, offloaded, train
+from .programs import MODELS, OPTIMIZERS, Job, Result, alone, closing, offloaded, train
 
 JOB = Job(max_grad_norm=None, options={"async_step": True})
 
@@ -96,6 +96,21 @@ def test_a_wait_left_out_is_noticed(wait: str, kept: bool) -> None:
         for name, value in result.parameters.items()
     )
     assert same is kept
+
+
+def _late_update(group: Any, job: Job) -> Result:
+    if dist.get_rank(group) == 1:
+        _delay(StepUpdates, "submit", lambda: 0.1)
+    return train(group, job)
+
+
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+def test_a_late_rank_leaves_alone_what_others_have_updated(optimizer: str) -> None:
+    job = replace(JOB, optimizer=optimizer, steps=2)
+    expected = alone(job, 2)
+    for result in world.succeed(2, _late_update, job):
+        for name, value in result.parameters.items():
+            assert torch.equal(value, expected.parameters[name]), name
 
 
 def _read_at_once(group: Any, kept: bool) -> dict[str, torch.Tensor]:

@@ -201,7 +201,7 @@ def _prepare_together(
         if options.device.startswith("cuda:"):
             ranks.device = torch.device(options.device)
         prepared = _prepare(model, optimizer, options, init, alone=False)
-        refuse_unshared(optimizer, shared=prepared.rule.shared)
+        refuse_unshared(optimizer, in_parts=prepared.rule.in_parts)
         emulated = prepared.driver.name == "emulated"
         ranks.require_backend(torch.device("cpu") if emulated else torch.device("cuda", prepared.device))
     except Exception as error:

@@ -40,9 +40,12 @@ class UpdateRule(abc.ABC):
     ----------
     shared : bool
         The device may make updates too, and the CPU may make them during backward.
+    in_parts : bool
+        Elements of a parameter are updated by themselves, so that ranks can share them.
     """
 
     shared = False
+    in_parts = True
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -64,7 +67,7 @@ class UpdateRule(abc.ABC):
     def plan(
         self, layer: LayerState, groups: Mapping[int, int], parts: Sequence[Part] | None = None
     ) -> LayerUpdate:
-        """See `LayerUpdate`; only a `shared` rule can update parts."""
+        """See `LayerUpdate`; not every rule can update parts."""
 
 
 class AdamRule(UpdateRule):
@@ -129,13 +132,14 @@ class OneStateRule(UpdateRule):
     def plan(
         self, layer: LayerState, groups: Mapping[int, int], parts: Sequence[Part] | None = None
     ) -> LayerUpdate:
-        return OneStateUpdate(layer, groups, self._kernel, self._arithmetic)
+        return OneStateUpdate(layer, groups, self._kernel, self._arithmetic, parts=parts)
 
 
 class ClassRule(UpdateRule):
-    """Any other optimizer: its own class makes the updates."""
+    """Any other optimizer: its own class makes the updates, of whole parameters."""
 
     native = False
+    in_parts = False
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
@@ -161,6 +165,7 @@ class ClassRule(UpdateRule):
     def plan(
         self, layer: LayerState, groups: Mapping[int, int], parts: Sequence[Part] | None = None
     ) -> LayerUpdate:
+        assert parts is None, "a class updates whole parameters"
         return ClassUpdate(layer, groups, self.optimizer)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ...device_update import DeviceUpdate, part_of
+from ...errors import UnsupportedError
 from ...layout import LayerLayout, Slot
 from ...native import AdamKernel, AdamOperands, AdamSettings, NativeCalls, OneStateKernel, OneStateOperands
 from ...native.adam import VECTOR
@@ -237,16 +238,23 @@ class OneStateUpdate(LayerUpdate):
 
     Parameters
     ----------
-    layer, groups
+    layer, groups, parts
         See `LayerUpdate`.
     kernel : OneStateKernel
     arithmetic : Arithmetic
     """
 
     def __init__(
-        self, layer: LayerState, groups: Mapping[int, int], kernel: OneStateKernel, arithmetic: Arithmetic
+        self,
+        layer: LayerState,
+        groups: Mapping[int, int],
+        kernel: OneStateKernel,
+        arithmetic: Arithmetic,
+        *,
+        parts: Sequence[Part] | None = None,
     ) -> None:
-        super().__init__(layer, groups)
+        super().__init__(layer, groups, parts=parts)
+        self._shared = parts is not None
         self._kernel = kernel
         self._arithmetic = arithmetic
 
@@ -257,14 +265,35 @@ class OneStateUpdate(LayerUpdate):
         states = []
         for index in sorted(present):
             coefficients, state = self._arithmetic.begin(
-                settings[self._groups[index]], counts[index], scale, functools.partial(self._room, index)
+                settings[self._groups[index]],
+                counts[index],
+                scale,
+                functools.partial(self._room, index),
+                functools.partial(self._fill, index),
             )
             states.append(state)
+            if self._shared and state is not None:
+                self._require_room(index)
             prepared, whole = self._kernel.prepare(coefficients), self._at_home(index, state)
-            for start in range(0, whole.count, NATIVE_CHUNK):
-                work.append((prepared, whole.part(start, min(NATIVE_CHUNK, whole.count - start))))
+            part = self._parts.get(index, Part(index, 0, 0))
+            end = part.start + part.count
+            for start in range(part.start, end, NATIVE_CHUNK):
+                work.append((prepared, whole.part(start, min(NATIVE_CHUNK, end - start))))
         calls = self._kernel.calls(work)
         return dataclasses.replace(calls, kept=(calls.kept, states))
+
+    def _fill(self, index: int, state: torch.Tensor, value: float) -> None:
+        part = self._parts.get(index)
+        if part is not None:
+            state.as_strided((state.numel(),), (1,))[part.start : part.start + part.count].fill_(value)
+
+    def _require_room(self, index: int) -> None:
+        """Refuse state in memory of this rank alone, of which other ranks' parts would be missing."""
+        if not self._layer.layout.slots[index].state:
+            raise UnsupportedError(
+                f"{self._layer.layout.slots[index].spec.name} has optimizer state that offload() has laid out no "
+                "place for, as with a momentum that was 0 then; with process_group set it before offload()"
+            )
 
     def _room(self, index: int) -> torch.Tensor:
         form = self._layer.geometry[index]

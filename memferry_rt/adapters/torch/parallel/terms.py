@@ -38,17 +38,17 @@ def options_of_rank(options: OffloadOptions) -> OffloadOptions:
     return dataclasses.replace(options, device=device, spare_slabs=0, accumulate=1)
 
 
-def refuse_unshared(optimizer: Optimizer, *, shared: bool) -> None:
+def refuse_unshared(optimizer: Optimizer, *, in_parts: bool) -> None:
     """Refuse an optimizer whose update cannot be made in parts.
 
     Raises
     ------
     UnsupportedError
     """
-    if not shared:
+    if not in_parts:
         raise UnsupportedError(
             f"process_group: {type(optimizer).__name__} updates whole parameters, and ranks share them in parts; "
-            "use AdamW or Adam"
+            "use AdamW, Adam, SGD, Adagrad(fused=True) or memferry_rt.Lion"
         )
 
 
