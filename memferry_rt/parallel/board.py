@@ -158,7 +158,7 @@ class Board:
                 raise RankError(
                     self._why(rank)
                     if state == FAILED
-                    else f"rank {rank} has closed its model while rank {self._rank} waits for {what}"
+                    else f"rank {rank} has closed its model or ended while rank {self._rank} waits for {what}"
                 )
         now = time.monotonic()
         if now - self._looked < _LOOK_AFTER:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import signal
@@ -84,6 +85,14 @@ def _kill(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _end_slowly(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """The interpreter goes down, and something keeps the process."""
+    if step == 1:
+        atexit._run_exitfuncs()
+        time.sleep(world.TIMEOUT / 2)
+        raise ValueError("it has ended at last")
+
+
 def _close(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     if step == 1:
         memferry_rt.restore(model)
@@ -128,7 +137,8 @@ def test_a_killed_rank_ends_all_and_leaves_nothing() -> None:
     assert os.listdir("/dev/shm") == before
 
 
-def test_a_rank_that_closes_its_model_ends_all() -> None:
-    first, _ = world.run(2, _train, _close)
+@pytest.mark.parametrize("spoil", [_close, _end_slowly])
+def test_a_rank_that_goes_ends_all(spoil: Spoil) -> None:
+    first, _ = world.run(2, _train, spoil)
     assert first.kind == "RankError"
-    assert "rank 1 has closed its model while rank 0 waits for" in first.message
+    assert "rank 1 has closed its model or ended while rank 0 waits for" in first.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import os
@@ -182,6 +183,9 @@ class Ranks:
             self._try(lambda: self.arena if self.first else self._attach(driver, addresses[0]))
             words = SharedWords(self.arena.array(self.arena.cut(board)).view(np.int64))
             self.board = Board(words, layout, self.rank, self._timeout())
+            atexit.register(
+                self.board.leave
+            )  # a process may take long to end, and the others need not wait for it
             self.agree({})  # every rank is on the board before another looks for it there
         except BaseException:
             if hasattr(self, "arena"):
@@ -257,6 +261,7 @@ class Ranks:
 
     def close(self) -> None:
         """Take part no more."""
+        atexit.unregister(self.board.leave)
         self.board.leave()
 
 
