@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hashlib
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -183,9 +183,7 @@ class Ranks:
             self._try(lambda: self.arena if self.first else self._attach(driver, addresses[0]))
             words = SharedWords(self.arena.array(self.arena.cut(board)).view(np.int64))
             self.board = Board(words, layout, self.rank, self._timeout())
-            atexit.register(
-                self.board.leave
-            )  # a process may take long to end, and the others need not wait for it
+            self._leave = weakref.finalize(self, _leave, self.board, os.getpid())  # not only when the process ends
             self.agree({})  # every rank is on the board before another looks for it there
         except BaseException:
             if hasattr(self, "arena"):
@@ -261,8 +259,12 @@ class Ranks:
 
     def close(self) -> None:
         """Take part no more."""
-        atexit.unregister(self.board.leave)
-        self.board.leave()
+        self._leave()
+
+
+def _leave(board: Board, pid: int) -> None:
+    if os.getpid() == pid:  # a fork is no rank
+        board.leave()
 
 
 def digest(text: str) -> int:
