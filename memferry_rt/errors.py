@@ -23,6 +23,27 @@ class DeviceKernelError(OffloadError):
     """The device kernels cannot be compiled on this machine; the CPU can still do their work."""
 
 
+class PlanError(OffloadError):
+    """A plan, or something that one is made from, that is not understood or cannot be used here."""
+
+
+class UnknownLayerError(PlanError):
+    """A name, or a pattern of names, that no layer has.
+
+    Attributes
+    ----------
+    pattern : str
+    close : tuple of str
+        Some names that layers do have.
+    """
+
+    def __init__(self, pattern: str, close: tuple[str, ...]) -> None:
+        known = f"layers have names such as {', '.join(close)}" if close else "the model has no layers"
+        super().__init__(f"modes: no layer is called {pattern!r}; {known}")
+        self.pattern = pattern
+        self.close = close
+
+
 class BudgetError(OffloadError):
     """A memory budget is too small.
 

@@ -14,10 +14,9 @@ from memferry_allocator import DevicePool, Driver, Event, Stream, registrations
 
 from .device_update import FP32, ITEMSIZE, DeviceUpdate, part_of
 from .native import AdamOperands
+from .rings import BYTES, SLOTS, UNIT
 
-SLOTS = 3  # one comes in, one is computed, one goes out
-BYTES = 18  # an element in the ring: fp32 parameter and moments, and at most 6 bytes of gradient and new weight
-UNIT = 64  # elements; every array of a slot begins at a multiple of 128 bytes
+__all__ = ["BYTES", "SLOTS", "UNIT", "StateStream", "ring_elements"]
 
 
 @dataclass(eq=False)

@@ -29,6 +29,7 @@ from memferry_allocator import (
     OutOfMemory,
     Span,
     Stream,
+    UnsupportedError,
 )
 
 from .machine import Bytes, Machine, address, pages, pattern, refused
@@ -288,6 +289,68 @@ class DriverContract:
         driver.host_unregister(start)
         if second:
             driver.host_unregister(start + 4096)
+
+    # -- copies by a kernel -------------------------------------------------------------------------
+    @pytest.fixture
+    def copying(self, machine: Machine) -> Machine:
+        """A machine whose devices copy by kernels."""
+        try:
+            for device in range(machine.driver.device_count):
+                machine.driver.prepare_kernel_copy(device)
+        except UnsupportedError as error:
+            pytest.skip(str(error))
+        return machine
+
+    @pytest.mark.parametrize("to", [0, 1, 2, 4, 8, 16, 31])
+    @pytest.mark.parametrize("of", [0, 3, 16])
+    def test_kernels_copy_at_any_alignment(self, copying: Machine, to: int, of: int) -> None:
+        driver, stream = copying.driver, copying.stream()
+        there, home = copying.device(3 * KIB), copying.pinned(3 * KIB)
+        back = copying.pinned(3 * KIB)
+        home[:], back[:] = pattern(3 * KIB), 7
+        for nbytes in (1, 15, 17, 1000, 2 * KIB + 5):
+            driver.fill(there, 9, 3 * KIB, stream=stream)
+            driver.kernel_copy(there + to, copying.mapped(home) + of, nbytes, stream=stream, blocks=2)
+            driver.kernel_copy(copying.mapped(back) + of, there + to, nbytes, stream=stream)
+            stream.synchronize()
+            wanted = np.full(3 * KIB, 9, np.uint8)
+            wanted[to : to + nbytes] = home[of : of + nbytes]
+            assert np.array_equal(copying.read(there, 3 * KIB), wanted)
+            assert np.array_equal(back[of : of + nbytes], home[of : of + nbytes])
+            assert set(back[:of]) | set(back[of + nbytes :]) == {7}
+
+    @pytest.mark.devices(2)
+    def test_kernels_copy_between_the_host_and_a_peer(self, copying: Machine) -> None:
+        driver, stream = copying.driver, copying.stream(1)
+        if not driver.can_access_peer(1, 0):
+            pytest.skip("the devices do not reach each other")
+        there, home, back = copying.device(MIB), copying.pinned(MIB), copying.pinned(MIB)
+        home[:] = pattern(MIB)
+        with contextlib.suppress(DriverError):  # it may be from an earlier test
+            driver.enable_peer_access(1, 0)
+        driver.kernel_copy(there, copying.mapped(home, 1), MIB, stream=stream)
+        driver.kernel_copy(copying.mapped(back, 1), there, MIB, stream=stream)
+        stream.synchronize()
+        assert np.array_equal(back, pattern(MIB))
+
+    def test_kernels_copy_nothing_out_of_bounds(self, copying: Machine) -> None:
+        driver, stream = copying.driver, copying.stream()
+        there, home, loose = copying.device(4 * MIB), copying.pinned(KIB), pages(KIB)
+        mapped = copying.mapped(home)
+        driver.kernel_copy(there, mapped, 0, stream=stream)
+        for dst, src, nbytes in (
+            (there, mapped, 3 * MIB),
+            (mapped, there, 3 * MIB),
+            (there + 3 * MIB, there, 2 * MIB),
+            (there, address(loose), KIB),
+            (there, mapped, -1),
+        ):
+            with refused("INVALID_VALUE"):
+                driver.kernel_copy(dst, src, nbytes, stream=stream)
+        stream.synchronize()
+        with refused("INVALID_HANDLE"):
+            stream.close()
+            driver.kernel_copy(there, mapped, KIB, stream=stream)
 
     @pytest.mark.parametrize("value", [0, 1, 127, 128, 255])
     def test_fill(self, machine: Machine, value: int) -> None:

@@ -20,7 +20,9 @@ from memferry_allocator import (
     UnsupportedError,
 )
 from memferry_allocator.driver.cuda import CudaDriver, core
+from memferry_allocator.driver.cuda import library as calls_of
 from memferry_allocator.driver.cuda.errors import error_of
+from memferry_allocator.driver.cuda.library import Beside
 
 from .machine import refused
 
@@ -30,6 +32,9 @@ OK = (cu.CUresult.CUDA_SUCCESS,)
 
 class Library:
     """Answers every call with the code set for it, and keeps the stack of contexts."""
+
+    beside: Beside | None = None
+    played: dict[str, Any]  # as pointers
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -423,3 +428,158 @@ def test_a_forked_child_asks_nothing(driver: CudaDriver, library: Library) -> No
     driver.close()
     stream.close()
     assert library.calls == []
+
+
+# -- a copy beside a stream ------------------------------------------------------------------------------------
+TYPES = {
+    "current": "int(uintptr_t *)",
+    "push": "int(uintptr_t)",
+    "pop": "int(uintptr_t *)",
+    "record": "int(uintptr_t, uintptr_t)",
+    "wait": "int(uintptr_t, uintptr_t, unsigned int)",
+    "capturing": "int(uintptr_t, int *)",
+    "copy": "int(uintptr_t, uintptr_t, size_t, uintptr_t)",
+}
+
+
+@pytest.fixture(params=["call by call", "compiled"])
+def beside(request: pytest.FixtureRequest, library: Library, driver: CudaDriver) -> CudaDriver:
+    """A driver that makes the calls of a copy beside a stream one by one, or by its compiled part."""
+    handles = itertools.count(500)
+    request.getfixturevalue("monkeypatch").setattr(cu, "cuEventCreate", lambda flags: (*OK, next(handles)))
+    if request.param == "compiled":
+        if not calls_of._BESIDE.is_file():
+            pytest.skip("installed without a compiler")
+        library.played = {
+            name: calls_of._ffi.callback(TYPES[name], getattr(library, symbol))
+            for name, symbol in calls_of._TABLE.items()
+        }
+        library.beside = Beside(library.played)
+    return driver
+
+
+WORK = ("cuEventRecord", "cuStreamWaitEvent", "cuMemcpyAsync")
+
+
+def _work(library: Library) -> list[tuple[str, tuple[Any, ...]]]:
+    return [(name, arguments) for name, arguments in library.calls if name in WORK]
+
+
+def test_a_copy_beside_a_stream_is_between_two_waits(beside: CudaDriver, library: Library) -> None:
+    stream, lane, begin = _stream(beside, 40), _stream(beside, 41), beside.create_event(0)
+    end = beside.copy_beside([(1000, 2000, 8)], stream=stream, lane=lane, begin=begin)
+    assert _work(library) == [
+        ("cuEventRecord", (500, 40)),
+        ("cuStreamWaitEvent", (41, 500, 0)),
+        ("cuMemcpyAsync", (1000, 2000, 8, 41)),
+        ("cuEventRecord", (501, 41)),
+        ("cuStreamWaitEvent", (40, 501, 0)),
+    ]
+    assert library.contexts == []
+    assert (begin.recorded[0], end.recorded[0]) == (stream, lane)
+    assert begin.sequence < end.sequence == lane.recordings.last
+    for later, event in ((lane, begin), (stream, end)):  # what they wait for already they wait for no more
+        later.wait(event)
+    assert len(library.asked("cuStreamWaitEvent")) == 2
+
+
+def test_a_context_that_is_current_is_left_alone(beside: CudaDriver, library: Library) -> None:
+    beside._context(0)
+    library.contexts.append(CONTEXT)
+    stream, lane, begin = _stream(beside, 40), _stream(beside, 41), beside.create_event(0)
+    beside.copy_beside([(1000, 2000, 8)], stream=stream, lane=lane, begin=begin)
+    assert library.contexts == [CONTEXT]
+
+
+@pytest.mark.parametrize(
+    ("call", "made"),
+    [("cuEventRecord", 1), ("cuStreamWaitEvent", 2), ("cuMemcpyAsync", 5), ("push", 0)],
+)
+def test_a_refusal_is_told_and_the_stream_comes_after_all_the_same(
+    beside: CudaDriver, library: Library, call: str, made: int
+) -> None:
+    stream, lane, begin = _stream(beside, 40), _stream(beside, 41), beside.create_event(0)
+    library.codes[call] = 1
+    with refused("INVALID_VALUE"):
+        beside.copy_beside([(1000, 2000, 8)], stream=stream, lane=lane, begin=begin)
+    assert len(_work(library)) == made
+    assert library.contexts == []
+    library.codes.clear()
+    assert (lane.recordings.last > 0) is (call == "cuMemcpyAsync")
+    beside.copy_beside([(1000, 2000, 8)], stream=stream, lane=lane, begin=begin)
+    assert _work(library)[-1][1][0] == 40
+
+
+def test_a_device_that_is_lost_in_it_is_remembered(beside: CudaDriver, library: Library) -> None:
+    stream, lane, begin = _stream(beside, 40), _stream(beside, 41), beside.create_event(0)
+    library.codes["cuMemcpyAsync"] = 700
+    for _ in range(2):
+        with refused("ILLEGAL_ADDRESS", DeviceLostError):
+            beside.copy_beside([(1000, 2000, 8)], stream=stream, lane=lane, begin=begin)
+    assert len(library.asked("cuMemcpyAsync")) == 1
+
+
+def test_in_a_capture_both_events_are_in_no_streams_order(beside: CudaDriver, library: Library) -> None:
+    stream, lane, begin = _stream(beside, 40), _stream(beside, 41), beside.create_event(0)
+    library.capturing.update((40, 41))
+    end = beside.copy_beside([(1000, 2000, 8)], stream=stream, lane=lane, begin=begin)
+    assert begin.recorded[0] is end.recorded[0] is None
+    assert begin.sequence
+    assert end.sequence
+
+
+def test_nothing_several_pieces_and_one_stream(beside: CudaDriver, library: Library) -> None:
+    stream, lane, begin = _stream(beside, 40), _stream(beside, 41), beside.create_event(0)
+    pieces = [(1000, 2000, 8), (3000, 4000, 0), (5000, 6000, 9)]
+    beside.copy_beside(pieces, stream=stream, lane=lane, begin=begin)
+    assert [arguments[2] for arguments in library.asked("cuMemcpyAsync")] == [8, 9]
+    library.calls.clear()
+    beside.copy_beside(pieces[:1], stream=lane, lane=lane, begin=begin)
+    assert [name for name, _ in _work(library)] == ["cuMemcpyAsync", "cuEventRecord"]
+    library.calls.clear()
+    for nbytes in (0, -1):
+        with contextlib.nullcontext() if not nbytes else refused("INVALID_VALUE"):
+            beside.copy_beside([(1000, 2000, nbytes)], stream=stream, lane=lane, begin=begin)
+    assert library.asked("cuMemcpyAsync") == []
+
+
+@pytest.mark.parametrize("closed", [40, 41])
+def test_closed_streams_are_refused_before_anything_is_done(
+    beside: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch, closed: int
+) -> None:
+    stream, lane, begin = _stream(beside, 40), _stream(beside, 41), beside.create_event(0)
+    object.__setattr__(stream if closed == 40 else lane, "handle", core.CLOSED)
+    with refused("INVALID_HANDLE"):
+        beside.copy_beside([(1000, 2000, 8)], stream=stream, lane=lane, begin=begin)
+    assert _work(library) == []
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_finaliser_may_record_in_the_middle_of_it(
+    beside: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """On either stream: no wait is left out that counts."""
+    stream, lane, begin = _stream(beside, 40), _stream(beside, 41), beside.create_event(0)
+    late, asked, busy = beside.create_event(0), itertools.count(1), []
+    ask = library.cuStreamIsCapturing
+
+    def meanwhile(handle: int, answer: Any) -> int:
+        if not busy and next(asked) == number:
+            busy.append(handle)
+            (stream if handle == 40 else lane).record(late)
+        return ask(handle, answer)
+
+    if library.beside is not None:
+        library.played["capturing"] = calls_of._ffi.callback(TYPES["capturing"], meanwhile)
+        library.beside = Beside(library.played)
+    else:
+        monkeypatch.setattr(library, "cuStreamIsCapturing", meanwhile)
+    end = beside.copy_beside([(1000, 2000, 8)], stream=stream, lane=lane, begin=begin)
+    assert busy == [39 + number]
+    waits = len(library.asked("cuStreamWaitEvent"))
+    _stream(beside, 42).wait(end)
+    assert len(library.asked("cuStreamWaitEvent")) == waits + 1
+    assert end.recorded[0] is lane
+    assert end.sequence == lane.recordings.last
+    if number == 2:
+        assert end.sequence > late.sequence

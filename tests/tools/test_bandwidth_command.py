@@ -121,7 +121,7 @@ def test_several_ways_are_set_against_the_direct_copy_of_the_run(memferry: Comma
     for name in ("multipath_h2d_ratio", "multipath_d2h_ratio"):
         assert 1.3 < summary[name]["16777216"] < 2
         assert summary[name]["67108864"] is None
-    assert all(2 << 20 <= size <= 16 << 20 for size in summary["break_even_bytes"].values())
+    assert all(1 << 20 <= size <= 16 << 20 for size in summary["break_even_bytes"].values())
 
 
 def test_csv_has_a_line_for_each_value(memferry: Command, tmp_path: Path) -> None:

@@ -19,9 +19,17 @@ RATE = 1000.0  # bytes per second of a host link of the slow machines below
 
 
 def calibrated(
-    devices: int, rates: Mapping[int, float] | None = None, *, slice_bytes: int = 100, direct: float = RATE
+    devices: int,
+    rates: Mapping[int, float] | None = None,
+    *,
+    slice_bytes: int = 100,
+    direct: float = RATE,
+    kernels: Mapping[int, LinearCost] | None = None,
 ) -> Calibration:
-    """Ways of all devices over all others: `rates` by helper, `direct` otherwise; nothing takes time to start."""
+    """Ways of all devices over all others: `rates` by helper, `direct` otherwise; nothing takes time to start.
+
+    `kernels` is by helper, too; the others have none.
+    """
     ways = {}
     for direction in Direction:
         for device in range(devices):
@@ -29,6 +37,8 @@ def calibrated(
             for helper in set(range(devices)) - {device}:
                 cost = LinearCost(0.0, (rates or {}).get(helper, direct))
                 ways[Path(device, helper), direction] = Measured(cost)
+                if kernels is not None and helper in kernels:
+                    ways[Path(device, helper, "kernel"), direction] = Measured(kernels[helper])
     return Calibration("test", "emulated", "2020-01-01T00:00:00Z", ways, slice_bytes)
 
 

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memferry_allocator import Direction, Driver, Span, Stream, open_driver
+from memferry_allocator import Direction, Driver, DriverError, Span, Stream, UnsupportedError, open_driver
 from memferry_transport import (
     Edge,
     Fault,
     FaultKind,
     FaultyDriver,
     InvalidTransferError,
+    Path,
     Transfer,
     TransferEngine,
     TransferOptions,
@@ -35,6 +36,7 @@ class Bench:
 
     def __init__(self, driver: Driver, nbytes: int = N, **options: Any) -> None:
         self.driver, self.nbytes = driver, nbytes
+        self.path = Path(0, 1, options.get("relay", "staging"))
         self.machine = Machine(driver)
         self.engine = TransferEngine(
             driver, 0, options=TransferOptions(**{"helpers": (), "slice_bytes": 4 * MIB, **options})
@@ -74,9 +76,20 @@ def two(driver: Driver) -> Driver:
     return driver
 
 
+@pytest.fixture(params=["staging", "kernel"])
+def relay(request: pytest.FixtureRequest, two: Driver) -> str:
+    """How the helper does it."""
+    if request.param == "kernel":
+        try:
+            two.prepare_kernel_copy(1)
+        except UnsupportedError as error:
+            pytest.skip(str(error))
+    return str(request.param)
+
+
 @pytest.fixture(params=["quota", "queue"])
-def pair(request: pytest.FixtureRequest, two: Driver) -> Iterator[Bench]:
-    bench = Bench(two, helpers=(1,), mode=request.param)
+def pair(request: pytest.FixtureRequest, two: Driver, relay: str) -> Iterator[Bench]:
+    bench = Bench(two, helpers=(1,), mode=request.param, relay=relay)
     yield bench
     bench.close()
 
@@ -132,15 +145,17 @@ def test_over_two_links(pair: Bench, turn: int) -> None:
         pair.stream.synchronize()
         assert np.array_equal(pair.away, pair.data)
         for transfer in transfers:
-            assert [str(way.path) for way in transfer.ways] == ["direct", "via device 1"], transfer.explain()
+            assert [way.path for way in transfer.ways] == [Path(0), pair.path], transfer.explain()
             assert sum(way.nbytes for way in transfer.ways) == pair.nbytes
             assert transfer.done
-    edges = {Edge(None, 1), Edge(1, None), Edge(1, 0), Edge(0, 1)}
+    edges = {Edge(None, 0, 1), Edge(0, None, 1)}
+    if not pair.path.by_kernel:
+        edges = {Edge(None, 1), Edge(1, None), Edge(1, 0), Edge(0, 1)}
     assert edges <= set(pair.engine.health().verified)
 
 
-def test_times_are_taken(two: Driver) -> None:
-    bench = Bench(two, helpers=(1,))
+def test_times_are_taken(two: Driver, relay: str) -> None:
+    bench = Bench(two, helpers=(1,), relay=relay)
     bench.there_and_back()
     for transfer in bench.there_and_back():
         transfer.synchronize()
@@ -159,9 +174,11 @@ def test_a_lane_s_own_order(pair: Bench) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1, 4, 9])
-def test_a_helper_that_fails(two: Driver, first: int) -> None:
+def test_a_helper_that_fails(two: Driver, relay: str, first: int) -> None:
+    if relay == "kernel" and first > 1:
+        pytest.skip("there and back are two copies by a kernel")
     driver = FaultyDriver(two)
-    bench = Bench(driver, helpers=(1,))
+    bench = Bench(driver, helpers=(1,), relay=relay)
     bench.there_and_back()
     bench.stream.synchronize()
     driver.arm(Fault(FaultKind.FAIL, first=first, on=1))
@@ -183,6 +200,93 @@ def test_a_link_that_changes_bytes_is_found(two: Driver) -> None:
     assert "changed" in str(bench.engine.health())
     bench.machine.close()
     bench.engine.close()
+
+
+def test_a_kernel_that_changes_bytes_is_found(two: Driver) -> None:
+    driver = FaultyDriver(two, [Fault(FaultKind.CORRUPT, kernel=True, count=None)])
+    bench = Bench(driver, helpers=(1,), relay="kernel")
+    transfers = bench.there_and_back()
+    bench.stream.synchronize()
+    assert [transfer.ways for transfer in transfers] == [(), ()]
+    assert np.array_equal(bench.away, bench.data)
+    assert "changed" in str(bench.engine.health())
+    bench.machine.close()
+    bench.engine.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_size_at_any_alignment(two: Driver, relay: str, seed: int) -> None:
+    """Regions of random sizes and offsets, in and out; what lies differently at both ends no kernel takes."""
+    rng = np.random.default_rng(seed)
+    bench = Bench(two, 64 * MIB, helpers=(1,), relay=relay, break_even_bytes=0, slice_bytes=MIB)
+    edge = 128
+    for number in range(12):
+        nbytes = int(rng.integers(2 * MIB, bench.nbytes - 2 * edge))
+        to, of = (int(offset) for offset in rng.integers(0, edge, 2))
+        if number % 4:
+            of = of // 16 * 16 + to % 16
+        bench.driver.fill(bench.ptr, 0xEE, bench.nbytes, stream=bench.stream)
+        inward = bench.engine.copy(
+            bench.span(bench.ptr, to, nbytes), bench.span(bench.home, of, nbytes), stream=bench.stream
+        )
+        alike = (bench.ptr + to) % 16 == (address(bench.home) + of) % 16
+        assert len(inward.ways) == (2 if alike or relay == "staging" else 0)
+        bench.away[:] = 0x77
+        outward = bench.engine.copy(
+            bench.span(bench.away, of, nbytes), bench.span(bench.ptr, to, nbytes), stream=bench.stream
+        )
+        outward.synchronize()
+        assert np.array_equal(bench.away[of : of + nbytes], bench.data[of : of + nbytes])
+        assert set(np.unique(bench.away[:of])) | set(np.unique(bench.away[of + nbytes :])) <= {0x77}
+        found = bench.machine.read(bench.ptr, bench.nbytes)
+        assert set(np.unique(found[:to])) | set(np.unique(found[to + nbytes :])) <= {0xEE}
+    bench.close()
+
+
+def test_two_transfers_share_a_helper(two: Driver, relay: str) -> None:
+    bench = Bench(two, helpers=(1,), relay=relay, adaptive=False)
+    other, ptr = bench.machine.stream(), bench.machine.device(bench.nbytes)
+    second = bench.machine.pinned(bench.nbytes)
+    second[:] = pattern(bench.nbytes, 9)
+    for _ in range(3):
+        for stream, to, of in ((bench.stream, bench.ptr, bench.home), (other, ptr, second)):
+            bench.driver.fill(to, 0, bench.nbytes, stream=stream)
+            assert len(bench.engine.copy(bench.span(to), bench.span(of), stream=stream).ways) == 2
+        for stream, of, data in ((bench.stream, bench.ptr, bench.data), (other, ptr, second)):
+            stream.synchronize()
+            assert np.array_equal(bench.machine.read(of, bench.nbytes), data)
+    bench.close()
+
+
+def test_a_kernel_right_behind_sees_the_bytes(two: Driver) -> None:
+    """And what comes before a transfer on its stream is over before the transfer begins."""
+    bench = Bench(two, helpers=(1,), relay="kernel")
+    mapped = bench.machine.mapped(bench.away)
+    for turn in range(6):
+        bench.home[:] = bench.data = pattern(bench.nbytes, turn)
+        bench.driver.fill(bench.ptr, turn, bench.nbytes, stream=bench.stream)
+        inward = bench.engine.copy(bench.span(bench.ptr), bench.span(bench.home), stream=bench.stream)
+        bench.driver.kernel_copy(mapped, bench.ptr, bench.nbytes, stream=bench.stream, blocks=64)
+        bench.stream.synchronize()
+        assert len(inward.ways) == 2
+        assert np.array_equal(bench.away, bench.data)
+    bench.close()
+
+
+def test_what_no_kernel_may_touch_goes_another_way(two: Driver) -> None:
+    """A destination that leaves its allocation is refused, and no device is lost by it."""
+    bench = Bench(two, helpers=(1,), relay="kernel")
+    bench.there_and_back()
+    home = bench.machine.pinned(3 * bench.nbytes)
+    for _ in range(2):
+        with pytest.raises(DriverError):
+            bench.engine.copy(
+                Span(bench.ptr, home.nbytes), Span(address(home), home.nbytes), IN, stream=bench.stream
+            )
+    bench.there_and_back()
+    bench.stream.synchronize()
+    assert np.array_equal(bench.away, bench.data)
+    bench.close()
 
 
 class Apart(DelegatingDriver):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path as File
 from typing import Any
 
@@ -93,7 +94,10 @@ def calibrated(**links: Any) -> Calibration:
 def test_ways_cost_what_their_links_say() -> None:
     known = calibrated()
     assert set(known.ways) == {
-        (path, way) for d in (0, 1) for path in (Path(d), Path(d, 1 - d)) for way in (IN, OUT)
+        (path, way)
+        for d in (0, 1)
+        for path in (Path(d), Path(d, 1 - d), Path(d, 1 - d, "kernel"))
+        for way in (IN, OUT)
     }
     for device in (0, 1):
         for direction, link in ((IN, H2D), (OUT, D2H)):
@@ -112,17 +116,38 @@ def test_a_relay_pays_for_each_slice_on_the_slower_link_and_once_on_the_other() 
         assert relay.alpha_s == pytest.approx(PEER.seconds(SLICE), rel=1e-6)
 
 
+def test_a_kernel_pays_for_the_start_of_both_links_and_for_the_slower_one() -> None:
+    known = calibrated()
+    for direction, link in ((IN, H2D), (OUT, D2H)):
+        kernel = known.cost(Path(0, 1, "kernel"), direction)
+        assert kernel is not None
+        assert kernel.bytes_per_second == pytest.approx(link.bytes_per_second, rel=1e-6)
+        assert kernel.alpha_s == pytest.approx(link.latency_s + PEER.latency_s, rel=1e-6)
+
+
 def test_from_the_break_even_on_several_ways_are_faster() -> None:
     known = calibrated()
     assert known.slice_bytes == SLICE
+    assert set(known.break_even_bytes) == {(device, way) for device in (0, 1) for way in Direction}
     for (device, direction), nbytes in known.break_even_bytes.items():
-        direct, relay = known.cost(Path(device), direction), known.cost(Path(device, 1 - device), direction)
-        assert direct is not None
-        assert relay is not None
+        direct, kernel = (
+            known.ways[path, direction].cost for path in (Path(device), Path(device, 1 - device, "kernel"))
+        )
         assert SLICE <= nbytes <= 8 * SLICE
-        assert max(relay.seconds(SLICE), direct.seconds(nbytes - SLICE)) < direct.seconds(nbytes)
-        less = nbytes // 2
-        assert less < SLICE or relay.seconds(SLICE) >= direct.seconds(less)
+        for size, pays in ((nbytes, True), (nbytes // 2, False)):
+            unit = 64 << 10
+            assert (max(kernel.seconds(unit), direct.seconds(size - unit)) < direct.seconds(size)) is pays
+
+
+def test_what_joining_several_ways_takes_is_measured_and_counted_on() -> None:
+    known = calibrated()
+    for device, direction in known.break_even_bytes:
+        assert known.join_s[device, direction] == pytest.approx(0, abs=1e-9)  # the virtual clock joins in no time
+        assert f"device {device}, {direction.value}: joining ways takes 0.0 us" in explain(known)
+
+
+def test_a_calibration_from_before_joining_was_measured_is_read(cache: File) -> None:
+    assert from_json(without("join")) == replace(SAMPLE, join_s={})
 
 
 def test_where_relays_never_help_the_break_even_is_beyond_reach() -> None:
@@ -135,21 +160,39 @@ def test_both_directions_at_once_are_free_on_links_of_their_own() -> None:
     assert calibrated().duplex == {0: pytest.approx(1.0), 1: pytest.approx(1.0)}
 
 
-def test_a_relay_that_spoils_bytes_is_left_out_and_never_taken() -> None:
-    driver = FaultyDriver(emulated(), [Fault(FaultKind.CORRUPT, count=None, edge=Edge(1, 0))])
+@pytest.mark.parametrize(
+    ("edge", "kernel", "left_out"),
+    [
+        (Edge(1, 0), False, {(Path(0, 1), IN), (Path(1, 0), OUT)}),
+        (Edge(None, 0), True, {(Path(0, 1, "kernel"), IN)}),
+        (Edge(1, None), True, {(Path(1, 0, "kernel"), OUT)}),
+    ],
+)
+def test_a_relay_that_spoils_bytes_is_left_out_and_never_taken(
+    edge: Edge, kernel: bool, left_out: set[tuple[Path, Direction]]
+) -> None:
+    driver = FaultyDriver(emulated(), [Fault(FaultKind.CORRUPT, count=None, edge=edge, kernel=kernel)])
     with bench_of(driver, nbytes=SIZE) as bench:
         known = calibrate_on(bench, slice_bytes=SLICE)
-        left = {(path, direction) for path, direction in known.ways if not path.direct}
-        assert left == {(Path(0, 1), OUT), (Path(1, 0), IN)}, "the link from device 1 to device 0 is in none"
+        relays = {
+            (Path(device, 1 - device, by), direction)
+            for device in (0, 1)
+            for by in ("kernel", "staging")
+            for direction in Direction
+        }
+        assert relays - set(known.ways) == left_out
         driver.arm()
-        engine, stream = TransferEngine(driver, 0, calibration=known), bench.buffers.stream(0, "test")
-        taken = {}
-        for direction in Direction:
-            transfer = engine.copy(*ends(bench, 0, direction, SIZE), direction, stream=stream)
-            taken[direction] = [way.path for way in transfer.ways]
-        assert taken == {IN: [], OUT: [Path(0), Path(0, 1)]}
-        stream.synchronize()
-        engine.close()
+        for device in (0, 1):
+            engine, stream = (
+                TransferEngine(driver, device, calibration=known),
+                bench.buffers.stream(device, "test"),
+            )
+            for direction in Direction:
+                transfer = engine.copy(*ends(bench, device, direction, SIZE), direction, stream=stream)
+                assert len(transfer.ways) in (0, 2)
+                assert not {(way.path, direction) for way in transfer.ways} & left_out
+            stream.synchronize()
+            engine.close()
 
 
 def test_a_direct_way_that_spoils_bytes_is_an_error() -> None:
@@ -186,9 +229,11 @@ SAMPLE = Calibration(
     ways={
         (Path(0), IN): Measured(LinearCost(1e-5, 5e10), {4096: (1e-5, 2e-5), 8192: (3e-5,)}),
         (Path(0, 1), OUT): Measured(LinearCost(0.0, 4e10)),
+        (Path(0, 1, "kernel"), OUT): Measured(LinearCost(1e-6, 3e10)),
     },
     slice_bytes=8 << 20,
     break_even_bytes={(0, IN): 12 << 20, (0, OUT): NEVER},
+    join_s={(0, IN): 2e-5},
     duplex={0: 0.9},
 )
 
@@ -217,7 +262,10 @@ def test_a_calibration_comes_back_as_it_was(cache: File) -> None:
         date=st.text(max_size=20),
         ways=st.dictionaries(
             st.tuples(
-                st.builds(Path, st.integers(0, 9), st.none() | st.integers(0, 9)), st.sampled_from(Direction)
+                st.builds(
+                    Path, st.integers(0, 9), st.none() | st.integers(0, 9), st.sampled_from(["staging", "kernel"])
+                ),
+                st.sampled_from(Direction),
             ),
             st.builds(
                 Measured,
@@ -231,6 +279,9 @@ def test_a_calibration_comes_back_as_it_was(cache: File) -> None:
         slice_bytes=st.integers(0, 1 << 40),
         break_even_bytes=st.dictionaries(
             st.tuples(st.integers(0, 9), st.sampled_from(Direction)), st.integers(0, NEVER), max_size=3
+        ),
+        join_s=st.dictionaries(
+            st.tuples(st.integers(0, 9), st.sampled_from(Direction)), st.floats(0, 1), max_size=3
         ),
         duplex=st.dictionaries(st.integers(0, 9), st.floats(0.1, 1), max_size=3),
     )
@@ -271,6 +322,7 @@ def changed(value: Any, *keys: Any, remove: bool = False) -> Any:
         (changed([3], "ways"), r"ways\[0\] is no JSON object"),
         (changed(-1, "ways", 0, "device"), r"ways\[0\]: device -1"),
         (changed(1.5, "ways", 1, "helper"), r"ways\[1\]: helper 1.5"),
+        (changed("magic", "ways", 1, "by"), r"ways\[1\]: by 'magic' is none of"),
         (changed("sideways", "ways", 0, "direction"), "sideways"),
         (changed(-1e-6, "ways", 0, "alpha_s"), "alpha_s"),
         (changed(0, "ways", 0, "bytes_per_second"), "bytes_per_second 0 is no number above 0"),
@@ -281,6 +333,7 @@ def changed(value: Any, *keys: Any, remove: bool = False) -> Any:
         (changed(["soon"], "ways", 0, "samples", 0, "seconds"), "seconds"),
         (without("ways", 0, "samples"), r"ways\[0\] has no 'samples'"),
         (changed(None, "break_even", 0, "nbytes"), "nbytes"),
+        (changed(-1.0, "join", 0, "seconds"), r"join\[0\]: seconds -1.0"),
         (changed("8MiB", "slice_bytes"), "slice_bytes"),
     ],
 )
@@ -328,6 +381,7 @@ def test_the_explanation_has_figures_evidence_and_date() -> None:
         "2 x Device, NV18 [abc]: measured, 2026-11-29T10:00:00+00:00, slices of 8.00 MiB",
         "device 0, h2d, direct: 10.0 us + bytes / 50.0 GB/s (3 samples of 2 sizes, 4.00 KiB to 8.00 KiB",
         "device 0, d2h, via device 1: 0.0 us + bytes / 40.0 GB/s",
+        "device 0, d2h, via device 1 by its kernel: 1.0 us + bytes / 30.0 GB/s",
         "device 0, h2d: several ways pay from 12.00 MiB on",
         "device 0, d2h: several ways never pay",
         "device 0: both directions at once reach 90.0% of the sum of each alone",

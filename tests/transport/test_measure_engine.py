@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from memferry_allocator import EmulatedDriver
-from memferry_transport import LinearCost, Path
+from memferry_allocator import Direction, EmulatedDriver
+from memferry_transport import Calibration, Path
 from memferry_transport.measure import Bench, CaseResult, Matrix, find_case, run_case
 from memferry_transport.quotas import slice_quotas
 
@@ -32,22 +32,25 @@ def test_the_engine_takes_as_long_as_its_ways_cost() -> None:
         known = bench.calibration()
         for direction, (name, link) in WAYS.items():
             matrix = measured(bench, f"engine_{name}")
-            costs = [known.cost(path, direction) for path in (Path(0), Path(0, 1))]
             for column in matrix.columns:
                 nbytes = int(column)
                 plain = gb_per_second(link, nbytes)
                 assert abs(matrix.value("direct", column) / plain - 1) < 1e-9  # type: ignore[operator]
                 wanted = plain
                 if nbytes >= known.break_even_bytes[0, direction]:
-                    wanted = nbytes / _several(nbytes, costs, known.slice_bytes) / 1e9
+                    wanted = nbytes / several(known, direction, nbytes) / 1e9
                     assert wanted > plain
                 assert abs(matrix.value("engine", column) / wanted - 1) < 1e-6  # type: ignore[operator]
 
 
-def _several(nbytes: int, costs: list[LinearCost | None], slice_bytes: int) -> float:
-    known = [cost for cost in costs if cost is not None]
-    quotas = slice_quotas(nbytes, known, slice_bytes)
-    return max(cost.seconds(quota) for cost, quota in zip(known, quotas, strict=True))
+def several(known: Calibration, direction: Direction, nbytes: int) -> float:
+    """Seconds over device 0's own link and device 1's, in whichever way that one carries half of it sooner."""
+    direct, *relays = (known.ways[path, direction].cost for path in (Path(0), Path(0, 1), Path(0, 1, "kernel")))
+    best = min(range(2), key=lambda kind: relays[kind].seconds(nbytes // 2))
+    unit = (known.slice_bytes, min(64 << 10, known.slice_bytes))[best]
+    costs = [direct, relays[best]]
+    quotas = slice_quotas(nbytes, costs, [unit, unit])
+    return max(cost.seconds(quota) for cost, quota in zip(costs, quotas, strict=True))
 
 
 def test_what_the_engine_counts_on_is_what_it_takes() -> None:
@@ -72,10 +75,13 @@ def test_every_set_of_ways_is_measured_with_slices_of_several_sizes() -> None:
         assert matrix.rows == [
             "direct",
             "direct + 1, slices of 256 KiB",
+            "direct + 1, kernels of 8 blocks",
             *(f"direct + 1, 2, slices of {size} KiB" for size in (128, 256, 512)),
+            *(f"direct + 1, 2, kernels of {blocks} blocks" for blocks in (4, 8, 16)),
         ]
         last = [matrix.value(row, matrix.columns[-1]) or 0.0 for row in matrix.rows]
-        assert last[0] < last[1] < last[3], "the more ways, the faster"
+        assert last[0] < last[1] < last[4], "the more ways, the faster"
+        assert last[1] < last[2] < last[7], "kernels have no second hop"
 
 
 def test_devices_that_all_pull_have_little_to_gain_and_little_to_lose() -> None:

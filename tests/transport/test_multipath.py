@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -81,6 +82,15 @@ def test_shares_follow_the_calibration(make: Callable[..., Fleet]) -> None:
     assert [way.slices for way in transfer.ways] == [1, 30, 10]
     assert transfer.pieces == 1 + 2 * 30 + 2 * 10
     assert [way.predicted_s for way in transfer.ways] == pytest.approx([2.0, 2.0, 2.0])
+    assert transfer.predicted_s == pytest.approx(2.0)
+
+
+def test_joining_is_counted_on_where_there_are_several_ways(make: Callable[..., Fleet]) -> None:
+    known = dataclasses.replace(calibrated(2), join_s={(0, IN): 0.25})
+    fleet = make(4000, calibration=known, adaptive=False, break_even_bytes=3000)
+    for nbytes, expected in ((2999, None), (4000, 2.25)):
+        dst, src = (Span(span.ptr, nbytes) for span in fleet.ends(IN))
+        assert fleet.engine.copy(dst, src, IN, stream=fleet.stream).predicted_s == pytest.approx(expected)
 
 
 def test_below_the_break_even_one_plain_copy(make: Callable[..., Fleet]) -> None:
@@ -368,7 +378,11 @@ def regions(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     found = []
     for _ in range(count):
         nbytes = draw(st.integers(0, WORLD))
-        found.append((draw(st.integers(0, WORLD - nbytes)), draw(st.integers(0, WORLD - nbytes)), nbytes))
+        to, of = draw(st.integers(0, WORLD - nbytes)), draw(st.integers(0, WORLD - nbytes))
+        if draw(st.booleans()):  # both ends alike, as those of nearly all memory are
+            alike = of // 16 * 16 + to % 16
+            of = alike if alike + nbytes <= WORLD else to
+        found.append((to, of, nbytes))
     return found
 
 
@@ -387,11 +401,15 @@ def test_any_transfers_arrive_byte_for_byte(data: st.DataObject) -> None:
     options = TransferOptions(
         helpers=helpers,
         slice_bytes=slice_bytes,
+        relay=data.draw(st.sampled_from(["auto", "kernel", "staging"]), "relay"),  # type: ignore[arg-type]
+        relay_blocks=data.draw(st.integers(1, 16), "blocks"),
         staging_buffers=data.draw(st.integers(2, 4), "buffers"),
         break_even_bytes=0,
     )
     rates = {other: data.draw(st.floats(200, 2000), "rate") for other in helpers}
-    engine = TransferEngine(driver, device, options=options, calibration=calibrated(devices, rates))
+    kernels = {other: LinearCost(0.0, data.draw(st.floats(200, 2000), "kernel")) for other in helpers}
+    known = calibrated(devices, rates, kernels=kernels)
+    engine = TransferEngine(driver, device, options=options, calibration=known)
     machine, home = Machine(driver), pages(WORLD)
     held, ptr = registrations(driver).register(address(home), WORLD), machine.device(WORLD, device)
     home[:] = pattern(WORLD)

@@ -14,19 +14,33 @@ from .runs import PathShare
 TOLERANCE = 0.05
 MOST_SHIFTED = 0.25  # of a transfer's slices
 REMEMBERED = 8
+PARTS = 64  # of a transfer without slices: each way's share is right to a thirty-second then
+SETTLED = 3  # looks in a row that moved nothing: from then on only ...
+SAMPLED = 8  # ... every so many-th transfer is timed
 ENOUGH = 4  # slices that a way must carry before its rate says anything
 
 
 class Situation(NamedTuple):
-    """Transfers that are alike: the same ways, and sizes within a factor of two."""
+    """Transfers that are alike: the same ways, and sizes within a factor of two.
+
+    Attributes
+    ----------
+    step : int
+        Bytes that are moved from one way to another at a time.
+    """
 
     direction: Direction
     paths: tuple[Path, ...]
     magnitude: int
+    step: int
 
 
 def situation(direction: Direction, paths: Sequence[Path], nbytes: int, slice_bytes: int) -> Situation:
-    return Situation(direction, tuple(paths), (nbytes // slice_bytes).bit_length())
+    """Where a way carries slices these are what is moved; where none does, a small part of the transfer."""
+    step = slice_bytes
+    if all(path.direct or path.by_kernel for path in paths):
+        step = max(1, min(slice_bytes, (1 << max(nbytes, 1).bit_length() - 1) // PARTS))
+    return Situation(direction, tuple(paths), (nbytes // step).bit_length(), step)
 
 
 def next_shift(
@@ -66,12 +80,20 @@ class Adaptive:
 
     def __init__(self, slice_bytes: int) -> None:
         self._slice_bytes = slice_bytes
-        self._shifts: dict[Situation, list[int]] = {}
+        self._shifts: dict[Situation, tuple[int, ...]] = {}
+        self._asked: dict[Situation, int] = {}
+        self._unmoved: dict[Situation, int] = {}  # looks in a row after which nothing was moved
         self._watched: deque[tuple[Situation, tuple[PathShare, ...]]] = deque(maxlen=REMEMBERED)
 
-    def shifts(self, key: Situation) -> list[int]:
-        """Slices to move to each way of `key`; they add up to zero."""
-        return self._shifts.get(key, [0] * len(key.paths))
+    def shifts(self, key: Situation) -> tuple[int, ...]:
+        """Slices to move to each way of `key`; they add up to zero.  The same object until that changes."""
+        return self._shifts.get(key) or self._shifts.setdefault(key, (0,) * len(key.paths))
+
+    def wants(self, key: Situation) -> bool:
+        """Whether to take the times of the next transfer of `key`: of each until its shares have settled, then of
+        some."""
+        count = self._asked[key] = self._asked.get(key, -1) + 1
+        return self._unmoved.get(key, 0) < SETTLED or count % SAMPLED == 0
 
     def watch(self, key: Situation, shares: tuple[PathShare, ...]) -> None:
         """Look at a transfer later on."""
@@ -79,6 +101,8 @@ class Adaptive:
 
     def learn(self) -> list[tuple[Path, float]]:
         """Take in what is done by now; bytes per second of each way seen."""
+        if not self._watched:
+            return []
         seen: list[tuple[Path, float]] = []
         waiting = list(self._watched)
         self._watched.clear()
@@ -94,6 +118,10 @@ class Adaptive:
                     seen.append((share.path, share.nbytes / took))
             if key not in learnt and tuple(share.path for share in shares) == key.paths:
                 learnt.add(key)  # one step: the others were shared out before it, too
-                counts = [share.nbytes / self._slice_bytes for share in shares]
-                self._shifts[key] = next_shift(self.shifts(key), counts, times)
+                counts = [share.nbytes / key.step for share in shares]
+                before = self.shifts(key)
+                after = tuple(next_shift(before, counts, times))
+                if after != before:
+                    self._shifts[key] = after
+                self._unmoved[key] = self._unmoved.get(key, 0) + 1 if after == before else 0
         return seen

@@ -1,4 +1,4 @@
-"""What bytes go over: a device's own link, or staging buffers between two hops."""
+"""What bytes go over: a device's own link, a helper's kernel, or staging buffers between two hops."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from memferry_allocator import DeviceLostError, Driver, Stream
+from memferry_allocator import DeviceLostError, Direction, Driver, Stream
 
 from .pieces import Piece
 
@@ -43,6 +43,43 @@ class DirectLink:
 
     def submit(self, piece: Piece) -> None:
         self._driver.copy(*piece, stream=self._lane)
+
+
+class KernelRelay:
+    """One hop by a kernel of a helper, which reads at one end what it writes at the other: no staging, no slices.
+
+    Parameters
+    ----------
+    driver : Driver
+    device : int
+        The helper.
+    direction : Direction
+    blocks : int
+        Thread blocks of a kernel.
+    """
+
+    hops = 1
+    slice_bytes: int | None = None
+
+    def __init__(self, driver: Driver, device: int, direction: Direction, blocks: int) -> None:
+        self._driver, self._inward = driver, direction is Direction.HOST_TO_DEVICE
+        self._blocks = blocks
+        self._lane = driver.create_stream(device, priority=-1)  # few blocks, which must not wait behind many
+
+    def next_stream(self) -> Stream:
+        return self._lane
+
+    def submit(self, piece: Piece) -> None:
+        dst, src, nbytes = piece
+        if self._inward:
+            src = self._driver.host_device_pointer(src, self._lane.device)
+        else:
+            dst = self._driver.host_device_pointer(dst, self._lane.device)
+        self._driver.kernel_copy(dst, src, nbytes, stream=self._lane, blocks=self._blocks)
+
+    def close(self) -> None:
+        """Wait for what is under way; a second call does nothing."""
+        self._lane.close()
 
 
 class Relay:

@@ -78,7 +78,10 @@ class TransferEngine:
         self._planner = Planner(driver, device, self.options, calibration, self._health)
         self._require_helpers()
         size, buffers = self._planner.slice_bytes, self.options.staging_buffers
-        self._relays = Relays(driver, device, buffers=buffers, slice_bytes=size, health=self._health)
+        blocks = self.options.relay_blocks
+        self._relays = Relays(
+            driver, device, buffers=buffers, slice_bytes=size, blocks=blocks, health=self._health
+        )
         self._peers = Peers(driver, device, buffers=buffers, slice_bytes=size, health=self._health)
         self._lock = threading.Lock()
         self._inward, self._outward = self._lane_of(IN), self._lane_of(OUT)
@@ -143,6 +146,15 @@ class TransferEngine:
             The driver refused a piece, on every way there is.  Pieces before it may be under way; what `stream`
             gets later comes after them, so that both ranges may be used again in its order.
         """
+        lane = self._inward if direction is IN else self._outward if direction is OUT else None
+        if lane is not None and stream.__class__ is Stream and stream.device == self.device:
+            # Most copies are small ones of one piece: what they need no list for costs them none.
+            (to, nbytes), (of, size) = dst, src
+            host = of if direction is IN else to
+            if nbytes == size and nbytes < lane.threshold and self._registered.is_whole(host, nbytes):
+                with self._lock:
+                    lane.used = self._clock()
+                    return self._copy_directly(((to, of, nbytes),), nbytes, lane, stream)
         return self.copy_regions([(dst, src)], direction, stream=stream)
 
     def copy_regions(
@@ -201,21 +213,13 @@ class TransferEngine:
             lane.moved += nbytes
         return transfer
 
-    def _copy_directly(self, pieces: Sequence[Piece], nbytes: int, lane: Lane, stream: Stream) -> Transfer:
-        carrier = lane.stream
-        with self.driver.several_calls(self.device):
-            if stream is not carrier:
-                begin = stream.record(self._begin)
-                carrier.wait(begin)
-                if begin.recorded[0] is None:  # a capture has it now
-                    self._begin = self.driver.create_event(self.device)
-            try:
-                for to, of, size in pieces:
-                    self.driver.copy(to, of, size, stream=carrier)
-            finally:
-                event = carrier.record()
-                if stream is not carrier:
-                    stream.wait(event)
+    def _copy_directly(
+        self, pieces: Sequence[tuple[int, int, int]], nbytes: int, lane: Lane, stream: Stream
+    ) -> Transfer:
+        begin = self._begin
+        if begin.recorded[0] is None:  # it is new, or a capture has it
+            begin = self._begin = self.driver.create_event(self.device)
+        event = self.driver.copy_beside(pieces, stream=stream, lane=lane.stream, begin=begin)
         lane.moved += nbytes
         return Transfer(lane.direction, nbytes, len(pieces), event)
 

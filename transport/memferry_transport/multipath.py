@@ -18,6 +18,8 @@ from .relays import Relays
 from .runs import Run
 from .transfer import Transfer
 
+VECTOR = 16  # bytes that a thread of a kernel carries at a time, if both ends lie alike
+
 
 class MultiPath:
     """The ways of an engine beside its own link.  The engine's lock is held round every call.
@@ -56,22 +58,24 @@ class MultiPath:
         """Whether a transfer may be cut up: long pieces, apart from one another, in memory that helpers reach."""
         inward = direction is Direction.HOST_TO_DEVICE
         return (
-            nbytes >= self._planner.slice_bytes * len(pieces)
+            nbytes >= self._planner.least_piece(direction) * len(pieces)
             and all(self._driver.device_of(piece[0 if inward else 1]) == device for piece in pieces)
             and not overlap((piece.dst, piece.nbytes) for piece in pieces)
             and not self._driver.is_capturing(stream)
         )
 
-    def ways(self, direction: Direction) -> list[tuple[Path, Carrier]]:
+    def ways(self, direction: Direction, nbytes: int, pieces: Sequence[Piece]) -> list[tuple[Path, Carrier]]:
         """The ways to take now, made ready and verified; the direct one first if it is one of them."""
-        found: list[tuple[Path, Carrier]] = []
+        alike = not any((dst ^ src) % VECTOR for dst, src, _ in pieces)
+        without: set[Path] = set()
         with self._driver.beside_captures():  # whoever captures is not to be disturbed by looking and making
             self._learn()
-            for path in self._planner.ways(direction):
-                carrier = self._carrier(path, direction)
-                if carrier is not None:
-                    found.append((path, carrier))
-        return found
+            while True:
+                paths = self._planner.ways(direction, nbytes, kernels=alike, without=without)
+                found = [(path, carrier) for path in paths if (carrier := self._carrier(path, direction))]
+                if len(found) == len(paths):
+                    return found
+                without.update(set(paths) - {path for path, _ in found})
 
     def _carrier(self, path: Path, direction: Direction) -> Carrier | None:
         if path.direct:
@@ -80,7 +84,7 @@ class MultiPath:
 
     def job(self, pieces: Sequence[Piece], nbytes: int, direction: Direction, stream: Stream) -> Job | None:
         """A transfer for the queue; None if only the direct way is worth it now."""
-        ways = self.ways(direction)
+        ways = self.ways(direction, nbytes, pieces)
         if all(path.direct for path, _ in ways):
             return None
         begin = stream.record()
@@ -95,44 +99,53 @@ class MultiPath:
         DriverError, RaceError
             As for `TransferEngine.copy`.
         """
-        ways = self.ways(direction)
+        ways = self.ways(direction, nbytes, pieces)
         if all(path.direct for path, _ in ways):
             return None
         plan = self._planner.plan(direction, nbytes, [path for path, _ in ways])
         if all(share.path.direct or not share.nbytes for share in plan.shares):
             return None
-        begin = stream.record()
-        runs = self._runs(plan, ways, begin, pieces)
-        try:
-            self._submit(runs)
-        finally:
-            join(stream, runs)
-        self.blame(runs)
-        shares = tuple(run.share() for run in runs)
-        if self._timed and not any(run.error for run in runs):
-            self._planner.adaptive.watch(plan.situation, shares)
-        carried = tuple(share for share in shares if share.nbytes)
-        return Transfer(direction, nbytes, sum(share.copies for share in carried), stream.record(), carried)
+        timed = self._timed and self._planner.adaptive.wants(plan.situation)
+        with self._driver.several_calls(stream.device):
+            runs = self._runs(plan, ways, stream.record(), pieces, timed)
+            try:
+                self._submit(runs)
+            finally:
+                join(stream, runs)
+            self.blame(runs)
+            shares = tuple(run.share() for run in runs)
+            if timed and not any(run.error for run in runs):
+                self._planner.adaptive.watch(plan.situation, shares)
+            carried = tuple(share for share in shares if share.nbytes)
+            copies = sum(share.copies for share in carried)
+            return Transfer(direction, nbytes, copies, stream.record(), carried, predicted_s=plan.seconds)
 
     def _runs(
-        self, plan: Plan, ways: Sequence[tuple[Path, Carrier]], begin: Event, pieces: Iterable[Piece]
+        self,
+        plan: Plan,
+        ways: Sequence[tuple[Path, Carrier]],
+        begin: Event,
+        pieces: Iterable[Piece],
+        timed: bool,
     ) -> list[Run]:
         runs = []
         hands = deal(pieces, [share.nbytes for share in plan.shares])
         for (path, carrier), share, hand in zip(ways, plan.shares, hands, strict=True):
-            run = Run(path, carrier, begin, timed=self._timed, predicted_s=share.predicted_s)
+            run = Run(path, carrier, begin, timed=timed, predicted_s=share.predicted_s)
             run.take(hand)
             runs.append(run)
         return runs
 
     def _submit(self, runs: list[Run]) -> None:
-        """The direct share first, for it is few calls; then the others' slices in turns: all start soon."""
-        waiting = [run for run in runs if run.todo]
+        """Kernels first, for they are one call and the last to start; then the direct share, also few; then the
+        others' slices in turns: so all start soon."""
+        waiting = sorted((run for run in runs if run.todo), key=lambda run: not run.path.by_kernel)
         while waiting:
             for run in waiting:
                 try:
-                    run.step()
-                    while run.path.direct and run.todo:
+                    if run.path.direct or run.path.by_kernel:
+                        run.submit()
+                    else:
                         run.step()
                 except DriverError as error:
                     hand_over(run, error, runs)

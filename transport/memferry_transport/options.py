@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from memferry_allocator.driver import COPY_BLOCKS
+
 from .errors import InvalidTransferError
 
 SLICE_BYTES = 8 << 20
@@ -27,6 +29,11 @@ class TransferOptions:
         Of what goes over a helper; None: what the calibration was measured with, else 8 MiB.
     staging_buffers : int
         Buffers of `slice_bytes` on each helper in each direction, and streams that use them; at least 2.
+    relay : "auto", "kernel" or "staging"
+        How helpers do it: see `Path`.  ``"auto"`` takes, for each helper and size, what the calibration says ends
+        sooner, and staging where it knows nothing of kernels.
+    relay_blocks : int
+        Thread blocks of a helper's kernel.
     mode : "quota" or "queue"
         ``"quota"`` submits everything at once, shared out by the calibration.  ``"queue"`` lets each way take the
         next slice when it has room; a thread of the engine's own then keeps the links busy, and a transfer
@@ -48,6 +55,8 @@ class TransferOptions:
     helpers: Literal["auto"] | tuple[int, ...] = "auto"
     slice_bytes: int | None = None
     staging_buffers: int = 2
+    relay: Literal["auto", "kernel", "staging"] = "auto"
+    relay_blocks: int = COPY_BLOCKS
     mode: Literal["quota", "queue"] = "quota"
     adaptive: bool = True
     break_even_bytes: int | None = None
@@ -63,6 +72,8 @@ class TransferOptions:
             raise InvalidTransferError(f"helpers: {helpers!r} names a device twice")
         if self.mode not in ("quota", "queue"):
             raise InvalidTransferError(f"mode: {self.mode!r} is neither 'quota' nor 'queue'")
+        if self.relay not in ("auto", "kernel", "staging"):
+            raise InvalidTransferError(f"relay: {self.relay!r} is neither 'auto', 'kernel' nor 'staging'")
         if not isinstance(self.adaptive, bool):
             raise InvalidTransferError(f"adaptive: {self.adaptive!r} is neither True nor False")
         if isinstance(self.helper_idle_s, bool) or not isinstance(self.helper_idle_s, (int, float)):
@@ -75,7 +86,14 @@ class TransferOptions:
                 raise InvalidTransferError(f"{name}: {value!r} is not an integer of at least {least}")
 
 
-_LEAST = {"slice_bytes": 1, "staging_buffers": 2, "break_even_bytes": 0, "max_helpers": 0, "outstanding": 1}
+_LEAST = {
+    "slice_bytes": 1,
+    "staging_buffers": 2,
+    "relay_blocks": 1,
+    "break_even_bytes": 0,
+    "max_helpers": 0,
+    "outstanding": 1,
+}
 _OPTIONAL = ("slice_bytes", "break_even_bytes")
 
 

@@ -129,7 +129,7 @@ class Peers:
             return self._health.usable(edge)
         if not self._health.usable(edge) or self._driver.capture_under_way():
             return False
-        source, target = edge
+        source, target = edge.source, edge.target
         assert source is not None
         assert target is not None
         if not (self._driver.can_access_peer(source, target) and self._driver.can_access_peer(target, source)):

@@ -1,7 +1,8 @@
-"""Shares of a transfer, in whole slices."""
+"""Shares of a transfer, in whole slices, or in smaller units where a way needs none."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from .cost import LinearCost, water_fill
@@ -15,26 +16,35 @@ def worthwhile(costs: Sequence[LinearCost]) -> list[bool]:
     return [cost.bytes_per_second >= SLOWEST * best for cost in costs]
 
 
-def slice_quotas(nbytes: int, costs: Sequence[LinearCost], slice_bytes: int) -> list[int]:
+def slice_quotas(nbytes: int, costs: Sequence[LinearCost], units: int | Sequence[int]) -> list[int]:
     """Share bytes out so that all ways end together, but for the size of a slice.
 
     The water-filling is rounded down to slices.  What that leaves goes to the first way, and from there slice by
     slice to whichever other would end first, as long as that lets the whole end earlier.
 
+    Parameters
+    ----------
+    units : int or sequence of int
+        Bytes of a slice, for all ways or for each.
+
     Returns
     -------
     list of int
-        Bytes of each way, together `nbytes`.  All but the first are multiples of `slice_bytes`.
+        Bytes of each way, together `nbytes`.  All but the first are multiples of the way's slice.
     """
-    quotas = [int(share // slice_bytes) * slice_bytes for share in water_fill(nbytes, costs)]
+    slices = [units] * len(costs) if isinstance(units, int) else units
+    quotas = [int(share // size) * size for share, size in zip(water_fill(nbytes, costs), slices, strict=True)]
     quotas[0] = nbytes - sum(quotas[1:])
-    while len(costs) > 1 and quotas[0] >= slice_bytes:
-        ends = [cost.seconds(quota + slice_bytes) for cost, quota in zip(costs[1:], quotas[1:], strict=True)]
-        soonest = min(range(len(ends)), key=ends.__getitem__)
-        if ends[soonest] >= costs[0].seconds(quotas[0]):
+    while len(costs) > 1:
+        ends = [
+            cost.seconds(quota + size) if size <= quotas[0] else math.inf
+            for cost, quota, size in zip(costs[1:], quotas[1:], slices[1:], strict=True)
+        ]
+        soonest = 1 + min(range(len(ends)), key=ends.__getitem__)
+        if ends[soonest - 1] >= costs[0].seconds(quotas[0]):
             break
-        quotas[0] -= slice_bytes
-        quotas[1 + soonest] += slice_bytes
+        quotas[0] -= slices[soonest]
+        quotas[soonest] += slices[soonest]
     return quotas
 
 

@@ -110,6 +110,13 @@ class Run:
             for stream in self._streams:
                 stream.wait(event)
 
+    def submit(self) -> None:
+        """Submit all of it, to a way of one stream."""
+        stream = self.carrier.next_stream()
+        with stream.driver.several_calls(stream.device):
+            while self.todo:
+                self.step()
+
     def step(self) -> Stream:
         """Submit the next piece, and tell on which stream."""
         stream = self.carrier.next_stream()

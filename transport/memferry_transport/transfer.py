@@ -35,9 +35,11 @@ class Transfer:
         None: from device to device.
     nbytes : int
         Bytes of all regions together.
+    predicted_s : float or None
+        Seconds that the engine counted on for several ways and their joining; None for a plain copy.
     """
 
-    __slots__ = ("_event", "_over", "_pieces", "_ways", "direction", "nbytes")
+    __slots__ = ("_event", "_over", "_pieces", "_ways", "direction", "nbytes", "predicted_s")
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class Transfer:
         ways: tuple[PathShare, ...] = (),
         *,
         over: str = "direct path",
+        predicted_s: float | None = None,
     ) -> None:
         self.direction = direction
         self.nbytes = nbytes
@@ -55,6 +58,7 @@ class Transfer:
         self._event = event
         self._ways = ways
         self._over = over
+        self.predicted_s = predicted_s
 
     @property
     def event(self) -> Event:

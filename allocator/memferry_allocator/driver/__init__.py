@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 
 from ..errors import DriverError, DriverNotFoundError, InvalidRequestError
-from .api import Driver
+from .api import COPY_BLOCKS, Driver
 from .emulated import EmulatedDriver, EmulatedOptions, LinkModel, Route, Wiring
 from .handles import Bracket, Event, Stream, require_stream
 from .types import CaptureMode, DeviceInfo, MemoryInfo, PageKind, PageLocation, Span
 
 __all__ = [
+    "COPY_BLOCKS",
     "Bracket",
     "CaptureMode",
     "DeviceInfo",

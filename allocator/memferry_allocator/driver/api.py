@@ -18,6 +18,7 @@ from ..errors import DeviceLostError, ForkedError, UnsupportedError
 from .handles import NO_BRACKET, Bracket, Event, Stream
 from .types import CaptureMode, DeviceInfo, MemoryInfo, PageLocation, Span
 
+COPY_BLOCKS = 8  # of a copy by a kernel: enough for a link to the host, and few of a device's multiprocessors
 _opened: WeakSet[Driver] = WeakSet()
 
 
@@ -227,6 +228,77 @@ class Driver(ABC):
     @abstractmethod
     def fill(self, ptr: int, value: int, nbytes: int, *, stream: Stream) -> None:
         """Enqueue setting `nbytes` bytes behind a device pointer to `value` (0 … 255).  Zero bytes do nothing."""
+
+    def copy_beside(
+        self, pieces: Sequence[tuple[int, int, int]], *, stream: Stream, lane: Stream, begin: Event
+    ) -> Event:
+        """Copies on `lane`, after what `stream` holds and before what it gets later.
+
+        As recording, waiting and copying one by one do; it costs less, for the path of every small copy.
+
+        Parameters
+        ----------
+        pieces : sequence of (int, int, int)
+            Destination, source and bytes of each copy.
+        stream, lane : Stream
+            Of one device; if they are the same, nothing need wait.
+        begin : Event
+            Of that device, to be recorded on `stream`.
+
+        Returns
+        -------
+        Event
+            Recorded behind the last copy.
+
+        Raises
+        ------
+        DriverError
+            As for `copy`.  The copies before are under way, and `stream` comes after them all the same.
+        """
+        if stream is not lane:
+            lane.wait(stream.record(begin))
+        try:
+            for dst, src, nbytes in pieces:
+                self.copy(dst, src, nbytes, stream=lane)
+        finally:
+            end = lane.record()
+            if stream is not lane:
+                stream.wait(end)
+        return end
+
+    def prepare_kernel_copy(self, device: int) -> None:
+        """Get ready what `kernel_copy` needs on a device, which may take a second the first time.
+
+        Raises
+        ------
+        UnsupportedError
+            This driver or machine cannot.
+        """
+        raise self._unsupported("copies by a kernel")
+
+    def kernel_copy(self, dst: int, src: int, nbytes: int, *, stream: Stream, blocks: int = COPY_BLOCKS) -> None:
+        """Enqueue a copy by a kernel of the stream's device, over that device's own links.
+
+        `copy` goes over the link of the device whose memory it is, whatever the stream.  This one goes over the
+        links of the device that runs the kernel: from host memory over its own, and on to a peer's memory, or the
+        other way.  Of any alignment; fastest where both pointers are the same modulo 16.  Zero bytes do nothing.
+
+        Parameters
+        ----------
+        dst, src : int
+            Pointers that kernels of the device reach: of its own memory, of a peer's once access is enabled, and
+            those of `host_device_pointer`.
+        blocks : int
+            Thread blocks that do it.
+
+        Raises
+        ------
+        DriverError
+            A range is not all in one allocation or registration that the kernel reaches; nothing was enqueued.
+        UnsupportedError
+            As `prepare_kernel_copy` says.
+        """
+        raise self._unsupported("copies by a kernel")
 
     # -- driver pools ---------------------------------------------------------------------------------
     def malloc_async(self, device: int, nbytes: int, *, stream: Stream) -> int:

@@ -70,6 +70,11 @@ class Stream:
             if self._aware.get(other, 0) >= sequence or origin._aware.get(other, 0) >= sequence:
                 return
         self.driver.stream_wait(self, event)
+        self.knows(event)
+
+    def knows(self, event: Event) -> None:
+        """Note that what is enqueued here from now on comes after what `event` has recorded; for drivers."""
+        origin, sequence = event.recorded
         if origin is not None:
             if len(self._aware) >= _MOST_KNOWN:  # of streams long gone; forgetting one costs a wait too many
                 self._aware.clear()
@@ -118,7 +123,6 @@ class Stream:
             self.driver.destroy_stream(self)
 
 
-@dataclass(eq=False)
 class Event:
     """A point in a stream's order.  Its driver handle goes back to the driver when this object dies.
 
@@ -126,11 +130,14 @@ class Event:
     every one in this process: of two events of one stream, the one with the larger number covers the other.
     """
 
-    driver: Driver
-    device: int
-    handle: Any
-    timing: bool
-    recorded: tuple[Stream | None, int] = (None, 0)
+    __slots__ = ("__weakref__", "device", "driver", "handle", "recorded", "timing")
+
+    def __init__(self, driver: Driver, device: int, handle: Any, timing: bool) -> None:
+        self.driver = driver
+        self.device = device
+        self.handle = handle
+        self.timing = timing
+        self.recorded: tuple[Stream | None, int] = (None, 0)
 
     @property
     def sequence(self) -> int:

@@ -1,4 +1,5 @@
-"""Builds libmemferry at installation, and the functions for torch on top of it; plain libraries without Python.
+"""Builds libmemferry at installation, the functions for torch on top of it, and what the CUDA driver calls in one
+piece; plain libraries without Python.
 
 Without a compiler the package installs without them.
 """
@@ -12,6 +13,7 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = "allocator/memferry_allocator/native"  # setuptools wants sources relative to the project
 PACKAGE = "memferry_allocator.native"
+BESIDE = "memferry_allocator.driver.cuda.libbeside"
 CORE, TORCH = f"{PACKAGE}.libmemferry", f"{PACKAGE}.libmemferry_torch"
 PARTS = ("arena", "device", "driver", "error", "pool", "ranges", "registration", "stream", "users")
 HEADERS = [f"{SOURCES}/{name}.h" for name in ("driver", "internal", "memferry", "ranges", "users")]
@@ -31,6 +33,13 @@ def extensions() -> list[Extension]:
             optional=True,
         ),
         Extension(
+            BESIDE,
+            ["allocator/memferry_allocator/driver/cuda/beside.c"],
+            extra_compile_args=["-std=c11", *warnings],
+            extra_link_args=["-Wl,-soname,libbeside.so"],
+            optional=True,
+        ),
+        Extension(
             TORCH,
             [f"{SOURCES}/torch_shim.cpp"],
             depends=HEADERS,
@@ -44,10 +53,10 @@ def extensions() -> list[Extension]:
 
 
 class BuildPlainLibraries(build_ext):
-    """Gives the two libraries their plain names, and links the second with the first."""
+    """Gives the libraries their plain names, and links the one for torch with the core."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        for name in (CORE, TORCH):
+        for name in (CORE, TORCH, BESIDE):
             if fullname in (name, name.rpartition(".")[2]):
                 return str(Path(*fullname.split("."))) + ".so"
         return str(super().get_ext_filename(fullname))  # type: ignore[no-untyped-call]

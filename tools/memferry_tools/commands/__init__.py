@@ -9,10 +9,12 @@ import typer
 
 from ..errors import ToolError
 from ..version import version
-from . import bandwidth, topo, train
+from . import bandwidth, plan, simulate, topo, train
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "bandwidth": bandwidth.command,
+    "plan": plan.command,
+    "simulate": simulate.command,
     "topo": topo.command,
     "train": train.command,
 }

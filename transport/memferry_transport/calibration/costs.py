@@ -44,6 +44,8 @@ class Calibration:
         Of relays: what their costs were measured with.
     break_even_bytes : mapping of (int, Direction) to int
         By device and direction: from this size on several ways beat one plain copy.
+    join_s : mapping of (int, Direction) to float
+        By device and direction: seconds that a transfer over several ways takes beyond the slowest of them, alone.
     duplex : mapping of int to float
         By device: both directions at once, as a share of the sum of each alone.
     """
@@ -54,6 +56,7 @@ class Calibration:
     ways: Mapping[tuple[Path, Direction], Measured]
     slice_bytes: int
     break_even_bytes: Mapping[tuple[int, Direction], int] = field(default_factory=dict)
+    join_s: Mapping[tuple[int, Direction], float] = field(default_factory=dict)
     duplex: Mapping[int, float] = field(default_factory=dict)
 
     def cost(self, path: Path, direction: Direction) -> LinearCost | None:

@@ -28,6 +28,8 @@ def explain(calibration: Calibration) -> str:
     for (device, direction), nbytes in calibration.break_even_bytes.items():
         pays = "never pay" if nbytes >= _NEVER else f"pay from {format_size(nbytes)} on"
         lines.append(f"device {device}, {direction.value}: several ways {pays}")
+    for (device, direction), seconds in calibration.join_s.items():
+        lines.append(f"device {device}, {direction.value}: joining ways takes {seconds * 1e6:.1f} us")
     for device, share in calibration.duplex.items():
         lines.append(f"device {device}: both directions at once reach {share:.1%} of the sum of each alone")
     return "\n".join(lines)

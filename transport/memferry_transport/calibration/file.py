@@ -14,6 +14,7 @@ from memferry_allocator import Direction
 
 from ..cost import LinearCost
 from ..errors import CalibrationError
+from ..paths import By
 from ..paths import Path as Way
 from .costs import Calibration, Measured
 
@@ -90,6 +91,7 @@ def to_json(calibration: Calibration) -> dict[str, Any]:
             {
                 "device": way.device,
                 "helper": way.helper,
+                "by": way.by,
                 "direction": direction.value,
                 "alpha_s": measured.cost.alpha_s,
                 "bytes_per_second": measured.cost.bytes_per_second,
@@ -100,6 +102,10 @@ def to_json(calibration: Calibration) -> dict[str, Any]:
         "break_even": [
             {"device": device, "direction": direction.value, "nbytes": nbytes}
             for (device, direction), nbytes in calibration.break_even_bytes.items()
+        ],
+        "join": [
+            {"device": device, "direction": direction.value, "seconds": seconds}
+            for (device, direction), seconds in calibration.join_s.items()
         ],
         "duplex": [{"device": device, "share": share} for device, share in calibration.duplex.items()],
     }
@@ -123,7 +129,7 @@ def from_json(content: Any) -> Calibration:
         source=top.text("source"),
         date=top.text("date"),
         ways={
-            (Way(way.count("device"), way.count_or_none("helper")), way.direction()): Measured(
+            (Way(way.count("device"), way.count_or_none("helper"), way.by()), way.direction()): Measured(
                 LinearCost(way.number("alpha_s"), way.number("bytes_per_second", more_than_zero=True)),
                 {sample.count("nbytes"): sample.numbers("seconds") for sample in way.entries("samples")},
             )
@@ -133,6 +139,7 @@ def from_json(content: Any) -> Calibration:
         break_even_bytes={
             (e.count("device"), e.direction()): e.count("nbytes") for e in top.entries("break_even")
         },
+        join_s={(e.count("device"), e.direction()): e.number("seconds") for e in top.later_entries("join")},
         duplex={e.count("device"): e.number("share", more_than_zero=True) for e in top.entries("duplex")},
     )
 
@@ -167,8 +174,20 @@ class _Entry:
         known = {direction.value: direction for direction in Direction}
         return known[value] if value in known else self._refuse("direction", f"none of {list(known)}")
 
+    def by(self) -> By:
+        """How a helper does it; in a file from before there were kernels it says nothing."""
+        if "by" not in self._content:
+            return "staging"
+        value = self.text("by")
+        known: dict[str, By] = {"staging": "staging", "kernel": "kernel"}
+        return known[value] if value in known else self._refuse("by", f"none of {list(known)}")
+
     def entries(self, key: str) -> list[_Entry]:
         return [_Entry(value, f"{key}[{number}]") for number, value in enumerate(self._list(key))]
+
+    def later_entries(self, key: str) -> list[_Entry]:
+        """Of a list that older files do not have."""
+        return self.entries(key) if key in self._content else []
 
     def _get(self, key: str) -> Any:
         if key not in self._content:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from memferry_allocator import CaptureMode, Driver, Event, PageLocation, Span, Stream, registrations
-from memferry_allocator.driver import Bracket, DeviceInfo, MemoryInfo
+from memferry_allocator.driver import COPY_BLOCKS, Bracket, DeviceInfo, MemoryInfo
 
 
 class DelegatingDriver(Driver):
@@ -115,6 +115,12 @@ class DelegatingDriver(Driver):
 
     def copy(self, dst: int, src: int, nbytes: int, *, stream: Stream) -> None:
         self.driver.copy(dst, src, nbytes, stream=stream)
+
+    def prepare_kernel_copy(self, device: int) -> None:
+        self.driver.prepare_kernel_copy(device)
+
+    def kernel_copy(self, dst: int, src: int, nbytes: int, *, stream: Stream, blocks: int = COPY_BLOCKS) -> None:
+        self.driver.kernel_copy(dst, src, nbytes, stream=stream, blocks=blocks)
 
     def fill(self, ptr: int, value: int, nbytes: int, *, stream: Stream) -> None:
         self.driver.fill(ptr, value, nbytes, stream=stream)

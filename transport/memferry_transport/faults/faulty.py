@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from memferry_allocator import DeviceLostError, Driver, DriverError, Stream
-from memferry_allocator.driver import require_stream
+from memferry_allocator.driver import COPY_BLOCKS, require_stream
 
 from ..health import Edge
 from .delegating import DelegatingDriver
@@ -42,6 +42,8 @@ class Fault:
         Only copies from and to there.
     on : int, optional
         Only copies on streams of this device.
+    kernel : bool, optional
+        Only copies by a kernel, or only others.
     times : int
         How often a delayed copy is carried out.
     """
@@ -51,6 +53,7 @@ class Fault:
     count: int | None = 1
     edge: Edge | None = None
     on: int | None = None
+    kernel: bool | None = None
     times: int = 10
 
 
@@ -78,12 +81,42 @@ class FaultyDriver(DelegatingDriver):
             self._plan, self._seen = plan, [0] * len(plan)
 
     def copy(self, dst: int, src: int, nbytes: int, *, stream: Stream) -> None:
-        fault = self._fault(dst, src, require_stream(stream).device)
+        def carry() -> None:
+            self.driver.copy(dst, src, nbytes, stream=stream)
+
+        def spoil() -> None:
+            home = self.driver.device_of(dst)
+            ptr = dst if home is not None else self.driver.host_device_pointer(dst, stream.device)
+            self._spoil(ptr, min(nbytes, SPOILT), stream)
+
+        self._befall(dst, src, nbytes, stream, carry, spoil)
+
+    def kernel_copy(self, dst: int, src: int, nbytes: int, *, stream: Stream, blocks: int = COPY_BLOCKS) -> None:
+        def carry() -> None:
+            self.driver.kernel_copy(dst, src, nbytes, stream=stream, blocks=blocks)
+
+        self._befall(
+            dst, src, nbytes, stream, carry, lambda: self._spoil(dst, min(nbytes, SPOILT), stream), kernel=True
+        )
+
+    def _befall(
+        self,
+        dst: int,
+        src: int,
+        nbytes: int,
+        stream: Stream,
+        carry: Callable[[], None],
+        spoil: Callable[[], None],
+        *,
+        kernel: bool = False,
+    ) -> None:
+        """Carry a copy out, or what is planned for it instead."""
+        fault = self._fault(dst, src, require_stream(stream).device, kernel)
         self._require_present(stream.device)
         for device in (self.driver.device_of(ptr) for ptr in (dst, src)) if self._vanished else ():
             self._require_present(device)
         if fault is None:
-            self.driver.copy(dst, src, nbytes, stream=stream)
+            carry()
         elif fault.kind is FaultKind.FAIL:
             raise DriverError("CUDA_ERROR_UNKNOWN", "copy", f"a fault in {nbytes} bytes from {src:#x} to {dst:#x}")
         elif fault.kind is FaultKind.VANISH:
@@ -91,9 +124,9 @@ class FaultyDriver(DelegatingDriver):
             self._require_present(stream.device)
         else:
             for _ in range(fault.times if fault.kind is FaultKind.DELAY else 1):
-                self.driver.copy(dst, src, nbytes, stream=stream)
+                carry()
             if fault.kind is FaultKind.CORRUPT:
-                self._spoil(dst, min(nbytes, SPOILT), stream)
+                spoil()
 
     def malloc(self, device: int, nbytes: int) -> int:
         self._require_present(device)
@@ -114,11 +147,13 @@ class FaultyDriver(DelegatingDriver):
         if lose is not None:
             lose(device)
 
-    def _fault(self, dst: int, src: int, device: int) -> Fault | None:
+    def _fault(self, dst: int, src: int, device: int, kernel: bool) -> Fault | None:
         with self._lock_plan:
             found = None
             for index, fault in enumerate(self._plan):
-                if fault.on not in (None, device) or not self._fits(fault.edge, dst, src):
+                if fault.on not in (None, device) or fault.kernel not in (None, kernel):
+                    continue
+                if not self._fits(fault.edge, dst, src):
                     continue
                 number = self._seen[index]
                 self._seen[index] += 1
@@ -130,15 +165,14 @@ class FaultyDriver(DelegatingDriver):
     def _fits(self, edge: Edge | None, dst: int, src: int) -> bool:
         return edge is None or edge == Edge(self.driver.device_of(src), self.driver.device_of(dst))
 
-    def _spoil(self, dst: int, nbytes: int, stream: Stream) -> None:
-        home = self.driver.device_of(dst)
+    def _spoil(self, ptr: int, nbytes: int, stream: Stream) -> None:
+        home = self.driver.device_of(ptr)
         if home in (None, stream.device):
-            ptr = dst if home is not None else self.driver.host_device_pointer(dst, stream.device)
             self.driver.fill(ptr, _VALUE, nbytes, stream=stream)
             return
         with contextlib.closing(self.driver.create_stream(home)) as own:  # a device fills its own memory only
             own.wait(stream.record())
-            self.driver.fill(dst, _VALUE, nbytes, stream=own)
+            self.driver.fill(ptr, _VALUE, nbytes, stream=own)
             stream.wait(own.record())
 
     def _require_present(self, device: int | None) -> None:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from memferry_allocator import Driver, DriverError, HostArena
+from memferry_allocator import Direction, Driver, DriverError, HostArena
 from memferry_allocator.driver import Stream
 
 PATTERN_BYTES = 64 << 10
 _SEED = 0x5EED
 
 
-def arrives(driver: Driver, stops: Sequence[int], *, on: int) -> bool:
+def arrives(driver: Driver, stops: Sequence[int], *, on: int, kernel: Direction | None = None) -> bool:
     """Send a pattern from the host over the memory of devices and back, and compare.
 
     Blocks the calling thread for it.  Nothing of the caller's is touched.
@@ -26,6 +26,8 @@ def arrives(driver: Driver, stops: Sequence[int], *, on: int) -> bool:
         Devices, in order.
     on : int
         The device whose stream carries it from one to the next; to and from the host it is their own.
+    kernel : Direction, optional
+        The hop from, or to, the host that a kernel of `on` makes instead.
     """
     arena, streams = HostArena(driver, 2 * PATTERN_BYTES), {}
     taken: list[tuple[int, int]] = []
@@ -35,7 +37,7 @@ def arrives(driver: Driver, stops: Sequence[int], *, on: int) -> bool:
                 streams[device] = driver.create_stream(device)
         for device in stops:
             taken.append((device, driver.malloc(device, PATTERN_BYTES)))
-        return _compare(driver, arena, taken, streams, on)
+        return _compare(driver, arena, taken, streams, on, kernel)
     finally:
         for stream in streams.values():
             stream.close()
@@ -45,7 +47,12 @@ def arrives(driver: Driver, stops: Sequence[int], *, on: int) -> bool:
 
 
 def _compare(
-    driver: Driver, arena: HostArena, stops: Sequence[tuple[int, int]], streams: dict[int, Stream], on: int
+    driver: Driver,
+    arena: HostArena,
+    stops: Sequence[tuple[int, int]],
+    streams: dict[int, Stream],
+    on: int,
+    kernel: Direction | None,
 ) -> bool:
     sent, back = arena.cut(PATTERN_BYTES), arena.cut(PATTERN_BYTES)
     pattern = np.random.default_rng(_SEED + len(stops)).integers(0, 256, PATTERN_BYTES, dtype=np.uint8)
@@ -57,13 +64,23 @@ def _compare(
         driver.copy(dst, src, PATTERN_BYTES, stream=streams[device])
         streams[device].synchronize()
 
+    def carry_by_kernel(dst: int, src: int) -> None:
+        driver.kernel_copy(dst, src, PATTERN_BYTES, stream=streams[on])
+        streams[on].synchronize()
+
     for device, ptr in stops:  # what lay there before must not pass for the pattern
         carry(ptr, back.ptr, device)
     (first, start), (last, end) = stops[0], stops[-1]
-    carry(start, sent.ptr, first)
+    if kernel is Direction.HOST_TO_DEVICE:
+        carry_by_kernel(start, driver.host_device_pointer(sent.ptr, on))
+    else:
+        carry(start, sent.ptr, first)
     for (_, src), (_, dst) in itertools.pairwise(stops):
         carry(dst, src, on)
-    carry(back.ptr, end, last)
+    if kernel is Direction.DEVICE_TO_HOST:
+        carry_by_kernel(driver.host_device_pointer(back.ptr, on), end)
+    else:
+        carry(back.ptr, end, last)
     with driver.host_access(reads=[back]):
         return bool(np.array_equal(arena.array(back), pattern))
 

@@ -16,13 +16,21 @@ FIRST_BACK_OFF_S = 30.0  # ... and the way is left alone for so long, then twice
 
 
 class Edge(NamedTuple):
-    """One direction of one link; None is the host."""
+    """One direction of one link; None is the host.
+
+    Attributes
+    ----------
+    by : int, optional
+        The device whose kernel carries the bytes over its links, from end to end; None: a driver copy.
+    """
 
     source: int | None
     target: int | None
+    by: int | None = None
 
     def __str__(self) -> str:
-        return " -> ".join("host" if end is None else f"device {end}" for end in self)
+        text = " -> ".join("host" if end is None else f"device {end}" for end in (self.source, self.target))
+        return text if self.by is None else f"{text} by a kernel of device {self.by}"
 
 
 Way = Path | Edge  # a path to the host, or the link from one device to another

@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 from memferry_allocator import Direction, Driver
 
@@ -28,6 +29,7 @@ from .ways import ends, few_copies, slice_bytes_of, way_load, ways_of
 OPTIONS = MeasureOptions(nbytes=128 << 20, samples=5, copies=8)
 NEVER = 1 << 62  # a break-even that no transfer reaches
 _LEAST = 64 << 10
+_LEAST_OF_KERNELS = 512 << 10
 _MOST = 256 << 20
 
 
@@ -103,7 +105,17 @@ def calibrate_on(bench: Bench, *, slice_bytes: int | None = None) -> Calibration
         slice_bytes=size,
         duplex={device: _duplex(bench, device) for device in bench.devices},
     )
-    return replace(known, break_even_bytes=_break_evens(bench, known))
+    several = {
+        (device, direction): _several_ways(bench, known, device, direction)
+        for device in bench.devices
+        if len(ways_of(bench, device)) > 1
+        for direction in Direction
+    }
+    return replace(
+        known,
+        break_even_bytes={key: found.break_even_bytes for key, found in several.items()},
+        join_s={key: found.join_s for key, found in several.items()},
+    )
 
 
 def measure_way(bench: Bench, path: Path, direction: Direction, slice_bytes: int) -> Measured:
@@ -115,7 +127,8 @@ def measure_way(bench: Bench, path: Path, direction: Direction, slice_bytes: int
         As for `calibrate`.
     """
     samples: dict[int, tuple[float, ...]] = {}
-    sizes = _sizes(bench, _LEAST if path.direct else 2 * slice_bytes)
+    least = _LEAST if path.direct else _LEAST_OF_KERNELS if path.by_kernel else 2 * slice_bytes
+    sizes = _sizes(bench, least)
     clear(bench, path.device, direction, sizes[-1])
     for nbytes in sizes:
         with way_load(bench, path, direction, nbytes, slice_bytes) as load:
@@ -144,31 +157,38 @@ def _duplex(bench: Bench, device: int) -> float:
 
 
 # -- from what size on several ways pay ------------------------------------------------------------------------
-def _break_evens(bench: Bench, known: Calibration) -> dict[tuple[int, Direction], int]:
-    return {
-        (device, direction): _break_even(bench, known, device, direction)
-        for device in bench.devices
-        if len(ways_of(bench, device)) > 1
-        for direction in Direction
-    }
+class _Several(NamedTuple):
+    """From what size on they pay, and how long they take to end together."""
+
+    break_even_bytes: int
+    join_s: float
 
 
-def _break_even(bench: Bench, known: Calibration, device: int, direction: Direction) -> int:
-    """The smallest size from which on the engine with all its ways is never behind a plain copy."""
-    found = NEVER
+def _several_ways(bench: Bench, known: Calibration, device: int, direction: Direction) -> _Several:
+    """The smallest size from which on the engine with all its ways is never behind a plain copy.
+
+    What it takes beyond its prediction is taken where a plain copy is beaten: there it counts.
+    """
+    found, beyond = NEVER, []
     with open_engine(bench, device, TransferOptions(break_even_bytes=0, adaptive=False), known) as engine:
         for nbytes in reversed(_grid(bench, known.slice_bytes)):
             with way_load(bench, Path(device), direction, nbytes, known.slice_bytes) as plain:
                 (alone,) = bench.seconds([plain])
+            predicted = predicted_s(bench, engine, direction, nbytes)
             (together,) = bench.seconds([engine_load(bench, engine, direction, nbytes)])
             if median(together) >= median(alone):
                 break
             found = nbytes
-    return found
+            if predicted is not None:
+                beyond.append(median(together) - predicted)
+    return _Several(found, max(0.0, median(beyond)) if beyond else 0.0)
 
 
 def _grid(bench: Bench, slice_bytes: int) -> list[int]:
-    """Sizes from half a slice to eight slices: powers of two, and halfway between them."""
+    """Sizes from half a slice to eight slices: powers of two, and halfway between them.
+
+    Of less, the host takes longer to submit several ways than they gain; that is not in the device's times.
+    """
     most = min(8 * slice_bytes, bench.options.largest)
     powers = [slice_bytes // 2 << power for power in range(5)]
     between = [(low + high) // 2 for low, high in pairwise(powers)]
@@ -186,6 +206,14 @@ def open_engine(
         yield engine
     finally:
         engine.close()
+
+
+def predicted_s(bench: Bench, engine: TransferEngine, direction: Direction, nbytes: int) -> float | None:
+    """Seconds that an engine counts on for a transfer over several ways; None if it makes a plain copy."""
+    dst, src = ends(bench, engine.device, direction, nbytes)
+    transfer = engine.copy(dst, src, direction, stream=bench.buffers.stream(engine.device, "engine"))
+    transfer.synchronize()
+    return transfer.predicted_s
 
 
 def engine_load(bench: Bench, engine: TransferEngine, direction: Direction, nbytes: int) -> Load:

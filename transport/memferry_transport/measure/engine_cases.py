@@ -8,18 +8,19 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from memferry_allocator import Direction, format_size
+from memferry_allocator.driver import COPY_BLOCKS
 
 from ..engine import TransferEngine
 from ..options import TransferOptions
 from ..paths import Path
 from .bench import Bench, Load
-from .calibrate import engine_load, open_engine
+from .calibrate import engine_load, open_engine, predicted_s
 from .catalogue import case
 from .copies import GB, check, clear, host_copy
 from .errors import NotRunError
 from .hold import has_virtual_clock
 from .result import Matrix
-from .ways import ends, few_copies, helpers_of, slice_bytes_of
+from .ways import few_copies, helpers_of, runs_kernels, slice_bytes_of
 
 IN, OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 DIRECT, ENGINE = "direct", "engine"
@@ -48,17 +49,11 @@ def _helpers(bench: Bench, device: int) -> list[int]:
 
 # -- over several ways -----------------------------------------------------------------------------------------
 def _multi_path(bench: Bench, direction: Direction) -> Matrix:
-    """By set of ways, size of slice, and size; of the bench's first device."""
+    """By set of ways, kind of relay, size of slice or number of blocks, and size; of the bench's first device."""
     device, unit = bench.devices[0], slice_bytes_of(bench)
     helpers = _helpers(bench, device)
     sizes = bench.options.sizes(least=unit, coarse=True)
-    variants: dict[str, TransferOptions] = {}
-    for count in range(1, len(helpers) + 1):
-        for slice_bytes in (unit // 2, unit, 2 * unit) if count == len(helpers) else (unit,):
-            size = format_size(slice_bytes).replace(".00", "")
-            variants[f"direct + {', '.join(map(str, helpers[:count]))}, slices of {size}"] = TransferOptions(
-                helpers=tuple(helpers[:count]), slice_bytes=slice_bytes, break_even_bytes=0
-            )
+    variants = _variants(helpers, unit, kernels=all(runs_kernels(bench, helper) for helper in helpers))
     matrix = Matrix.of("ways", [DIRECT, *variants], "bytes", sizes)
     for nbytes in sizes:
         matrix.put(DIRECT, nbytes, _rates(bench, _plain_load(bench, device, direction, nbytes), nbytes))
@@ -66,6 +61,25 @@ def _multi_path(bench: Bench, direction: Direction) -> Matrix:
         with open_engine(bench, device, options, bench.calibration()) as engine:
             _fill_row(bench, matrix, label, engine, direction)
     return matrix
+
+
+def _variants(helpers: list[int], unit: int, *, kernels: bool) -> dict[str, TransferOptions]:
+    """Options of engines by what they are called: each number of helpers staging, and by their kernels."""
+    variants: dict[str, TransferOptions] = {}
+    for count in range(1, len(helpers) + 1):
+        used, most = tuple(helpers[:count]), count == len(helpers)
+        name = f"direct + {', '.join(map(str, used))}"
+        for slice_bytes in (unit // 2, unit, 2 * unit) if most else (unit,):
+            size = format_size(slice_bytes).replace(".00", "")
+            variants[f"{name}, slices of {size}"] = TransferOptions(
+                helpers=used, relay="staging", slice_bytes=slice_bytes, break_even_bytes=0
+            )
+        for blocks in (COPY_BLOCKS // 2, COPY_BLOCKS, 2 * COPY_BLOCKS) if most else (COPY_BLOCKS,):
+            if kernels:
+                variants[f"{name}, kernels of {blocks} blocks"] = TransferOptions(
+                    helpers=used, relay="kernel", relay_blocks=blocks, break_even_bytes=0
+                )
+    return variants
 
 
 def _fill_row(bench: Bench, matrix: Matrix, label: str, engine: TransferEngine, direction: Direction) -> None:
@@ -169,13 +183,11 @@ def _predicted(bench: Bench) -> Matrix:
 
 
 def _prediction(bench: Bench, engine: TransferEngine, direction: Direction, nbytes: int) -> float:
-    """Seconds that the engine counts on for a transfer: of its slowest share, or of a plain copy."""
-    dst, src = ends(bench, engine.device, direction, nbytes)
-    transfer = engine.copy(dst, src, direction, stream=bench.buffers.stream(engine.device, "engine"))
-    transfer.synchronize()
+    """Seconds that the engine counts on for a transfer, or for a plain copy."""
+    several = predicted_s(bench, engine, direction, nbytes)
     plain = bench.calibration().cost(Path(engine.device), direction)
     assert plain is not None
-    return max([way.predicted_s or 0.0 for way in transfer.ways], default=plain.seconds(nbytes))
+    return plain.seconds(nbytes) if several is None else several
 
 
 # -- what it costs the host --------------------------------------------------------------------------------------

@@ -26,14 +26,16 @@ class Kernels:
     """
 
     def __init__(self, device: int, capability: tuple[int, int]) -> None:
-        from cuda.bindings import driver as cu
+        from cuda.bindings import driver as cu  # only needed where a device is used
+
+        from memferry_allocator.driver.cuda.compile import compile_kernels
 
         self._cu = cu
         handle = self._check("device", cu.cuDeviceGet(device))
         self._context = self._check("primary context", cu.cuDevicePrimaryCtxRetain(handle))
         count = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
         self.processors = int(self._check("multiprocessors", cu.cuDeviceGetAttribute(count, handle)))
-        code = _compile(capability)
+        code = compile_kernels(SOURCE, capability)
         library = self._check("load kernels", cu.cuLibraryLoadData(code, None, None, 0, None, None, 0))
         self._functions = {
             name: cu.CUfunction(int(self._check(name, cu.cuLibraryGetKernel(library, name.encode()))))
@@ -83,7 +85,7 @@ def open_kernels(driver: Driver, device: int) -> Kernels:
 
     Raises
     ------
-    NotRunError
+    NotRunError, UnsupportedError
         The device runs no CUDA kernels, or they cannot be compiled here.
     """
     capability = driver.device_info(device).compute_capability
@@ -95,38 +97,3 @@ def open_kernels(driver: Driver, device: int) -> Kernels:
 @functools.cache
 def _opened(device: int, capability: tuple[int, int]) -> Kernels:
     return Kernels(device, capability)
-
-
-@functools.cache
-def _compile(capability: tuple[int, int]) -> bytes:
-    """The kernels as a binary for this compute capability, or as PTX where the compiler does not know it."""
-    try:
-        from cuda.bindings import nvrtc
-
-        version = nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:  # cuda-python's answer where it cannot load the library
-        raise NotRunError(f"the kernels need NVRTC, which does not load ({error})") from None
-
-    def check(call: str, result: tuple[Any, ...]) -> Any:
-        if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise NotRunError(f"NVRTC: {call} failed with {result[0].name}")
-        return result[1] if len(result) == 2 else result[1:]
-
-    check("version", version)
-    wanted = 10 * capability[0] + capability[1]
-    known = [number for number in check("architectures", nvrtc.nvrtcGetSupportedArchs()) if number <= wanted]
-    if not known:
-        raise NotRunError(f"NVRTC compiles for no compute capability as old as {wanted / 10}")
-    exact = wanted in known
-    target = f"--gpu-architecture={'sm' if exact else 'compute'}_{max(known)}".encode()
-    program = check("create", nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), b"kernels.cu", 0, None, None))
-    try:
-        check("compile", nvrtc.nvrtcCompileProgram(program, 1, [target]))
-        size, get = (
-            (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN) if exact else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
-        )
-        code = b" " * int(check("size", size(program)))
-        check("code", get(program, code))
-        return code
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)

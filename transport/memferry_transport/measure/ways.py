@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from memferry_allocator import Direction, Span, Stream
+from memferry_allocator import Direction, Span, Stream, UnsupportedError
+from memferry_allocator.driver import COPY_BLOCKS
 
-from ..carriers import Carrier, DirectLink, device_relay
+from ..carriers import Carrier, DirectLink, KernelRelay, Relay, device_relay
 from ..options import SLICE_BYTES
 from ..paths import Path
 from ..pieces import Piece, slices
@@ -24,8 +25,23 @@ def helpers_of(bench: Bench, device: int) -> list[int]:
 
 
 def ways_of(bench: Bench, device: int) -> list[Path]:
-    """The direct link first, then the relays."""
-    return [Path(device), *(Path(device, helper) for helper in helpers_of(bench, device))]
+    """The direct link first, then the relays that stage, then those by a kernel."""
+    helpers = helpers_of(bench, device)
+    kernels = [helper for helper in helpers if runs_kernels(bench, helper)]
+    return [
+        Path(device),
+        *(Path(device, helper) for helper in helpers),
+        *(Path(device, helper, "kernel") for helper in kernels),
+    ]
+
+
+def runs_kernels(bench: Bench, device: int) -> bool:
+    """Whether a device copies by kernels; the first time this takes a while."""
+    try:
+        bench.driver.prepare_kernel_copy(device)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def slice_bytes_of(bench: Bench) -> int:
@@ -62,8 +78,12 @@ def way_load(bench: Bench, path: Path, direction: Direction, nbytes: int, slice_
         yield Load(stream, lambda: _carry(link, [piece], stream), times)
         return
     bench.buffers.can_reach(path.helper, path.device)
-    relay = device_relay(bench.driver, path.helper, STAGING_BUFFERS, slice_bytes)
-    parts = list(slices([piece], slice_bytes))
+    relay: KernelRelay | Relay
+    if path.by_kernel:
+        relay, parts = KernelRelay(bench.driver, path.helper, direction, COPY_BLOCKS), [piece]
+    else:
+        relay = device_relay(bench.driver, path.helper, STAGING_BUFFERS, slice_bytes)
+        parts = list(slices([piece], slice_bytes))
     try:
         yield Load(stream, lambda: _carry(relay, parts, stream), times)
     finally:

@@ -46,11 +46,13 @@ class CudaCore(Driver):
         self._lock = threading.RLock()
         self._contexts: dict[int, int] = {}
         self._lost: dict[int, str] = {}
-        self._events: dict[tuple[int, bool], list[int]] = {}
+        self._events: dict[int, list[int]] = {}  # by device: handles for the next ones
+        self._timed_events: dict[int, list[int]] = {}
         self._lent: set[Any] = set()
         self._infos: dict[int, DeviceInfo] = {}
         self._addresses: AddressBook | None = None
         self._captured: dict[int, Stream] = {}
+        self._copy_kernels: dict[int, int] = {}
         self._closed = False
 
     # -- devices ------------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ class CudaCore(Driver):
         with self._lock:
             if self._closed:
                 return
-            for (device, _), handles in list(self._events.items()):
+            for device, handles in (*self._events.items(), *self._timed_events.items()):
                 with contextlib.suppress(DeviceLostError), self._on(device):
                     while handles:
                         self._check(device, "destroy event", cu.cuEventDestroy(handles.pop()))

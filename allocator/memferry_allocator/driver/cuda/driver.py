@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import threading
 
+from .beside_calls import BesideCalls
 from .capture_calls import CaptureCalls
-from .order_calls import OrderCalls
+from .kernel_calls import KernelCalls
 from .virtual_calls import VirtualCalls
-from .work_calls import WorkCalls
 
 
-class CudaDriver(VirtualCalls, OrderCalls, WorkCalls, CaptureCalls):
+class CudaDriver(VirtualCalls, BesideCalls, KernelCalls, CaptureCalls):
     """The CUDA driver of this process.
 
     Raises

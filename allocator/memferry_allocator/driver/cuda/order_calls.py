@@ -111,8 +111,11 @@ class OrderCalls(CudaCore):
 
     # -- events -------------------------------------------------------------------------------------
     def create_event(self, device: int, *, timing: bool = False) -> Event:
-        self._known(device)
-        spare = self._events.setdefault((device, timing), [])
+        known = self._timed_events if timing else self._events
+        spare = known.get(device)
+        if spare is None or self._forked or self._closed:
+            self._known(device)
+            spare = known.setdefault(device, [])
         try:
             handle = spare.pop()
         except IndexError:
@@ -126,21 +129,28 @@ class OrderCalls(CudaCore):
         return event
 
     def event_record(self, event: Event, stream: Stream) -> None:
-        self._stream(stream)
-        other = self._event(event)
-        # One recording at a time on a stream, so that the sequence is the stream's own order.
-        recordings, status = stream.recordings, self._answers.status
+        handle, other = self._stream(stream), self._event(event)
+        with self._on(stream.device):
+            self._record_on(event, other, stream, handle)
+
+    def _record_on(self, event: Event, other: int, stream: Stream, handle: int) -> None:
+        """Record and number an event; the device's context is current.
+
+        One recording at a time on a stream, so that the sequence is the stream's own order.
+        """
+        library, recordings, status = self._library, stream.recordings, self._answers.status
         with recordings.lock:
-            handle = self._stream(stream)  # nobody closes it from here on
+            if stream.handle is CLOSED:  # meanwhile; nobody closes it from here on
+                self._stream(stream)
             while True:
                 last = recordings.last
-                code = self._answer(stream.device, self._library.cuEventRecord, other, handle)
+                code = library.cuEventRecord(other, handle)
                 if code != SUCCESS:
                     raise self._error(stream.device, code, "event_record")
                 if handle in _LEGACY:
                     captured = False
-                elif self._library.cuStreamIsCapturing(handle, status) == SUCCESS:
-                    captured = status[0] != 0
+                elif library.cuStreamIsCapturing(handle, status) == SUCCESS:
+                    captured = status[0]
                 else:  # it wants a context
                     captured = self.is_capturing(stream)
                 if captured:

@@ -99,6 +99,17 @@ class Staged:
         return self._second.reserve(self._first.reserve(ready, nbytes), nbytes)
 
 
+class Across:
+    """Links that a kernel reads and writes by at the same time: as fast as the slowest, after all their starts."""
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self._links = tuple(links)
+
+    def reserve(self, ready: float, nbytes: int) -> float:
+        starts = sum(link.model.latency_s for link in self._links)
+        return max(link.reserve(ready, nbytes) + starts - link.model.latency_s for link in self._links)
+
+
 class Links:
     """The links of a machine: each device to and from the host, each device in itself, and between peers."""
 
@@ -137,6 +148,19 @@ class Links:
         if target.kind is Kind.DEVICE or (target.kind is Kind.PAGED and source.kind is not Kind.DEVICE):
             return self._h2d[target.device]
         return self._d2h[source.device] if source.kind in (Kind.DEVICE, Kind.PAGED) else None
+
+    def across(self, device: int, source: Place, target: Place) -> Carrier:
+        """The links by which a kernel of `device` copies: its own, whoever's memory it is."""
+        links: list[Link] = []
+        for place, host, peer in (
+            (source, self._h2d[device], (source.device, device)),
+            (target, self._d2h[device], (device, target.device)),
+        ):
+            if place.kind is not Kind.DEVICE:
+                links.append(host)
+            elif place.device != device:
+                links.append(self._peer[peer])
+        return Across(links or [self._local[device]])
 
     def filling(self, device: int, target: Place) -> Carrier:
         """The link by which `device` sets bytes of `target`."""

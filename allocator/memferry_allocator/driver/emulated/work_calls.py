@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...errors import DriverError
+from ..api import COPY_BLOCKS
 from ..handles import NO_BRACKET, Bracket, Stream
 from ..integers import integers
 from ..types import Span
@@ -45,6 +46,29 @@ class WorkCalls(EmulatedCore):
             )
             if Kind.PAGEABLE in (source.kind, target.kind):
                 self._engine.scheduler.force(work)
+
+    def prepare_kernel_copy(self, device: int) -> None:
+        self._device(device)
+
+    def kernel_copy(self, dst: int, src: int, nbytes: int, *, stream: Stream, blocks: int = COPY_BLOCKS) -> None:
+        dst, src, nbytes = integers("kernel_copy", dst, src, nbytes)
+        with self._lock:
+            state = self._state(stream)
+            if nbytes == 0:
+                return
+            source = self._kernel_touch(Span(src, nbytes), False, state.device, "kernel_copy")
+            target = self._kernel_touch(Span(dst, nbytes), True, state.device, "kernel_copy")
+            if self._captures.enqueue(state, "kernel_copy"):
+                return
+            to, of = target.place.real, source.place.real
+            self._engine.enqueue(
+                state,
+                lambda: _ignore(ctypes.memmove(to, of, nbytes)),
+                (source, target),
+                link=self._engine.links.across(state.device, source.place, target.place),
+                nbytes=nbytes,
+                label=f"kernel copies {source.place.kind.value} to {target.place.kind.value}",
+            )
 
     def fill(self, ptr: int, value: int, nbytes: int, *, stream: Stream) -> None:
         ptr, value, nbytes = integers("fill", ptr, value, nbytes)
@@ -153,9 +177,11 @@ class WorkCalls(EmulatedCore):
             return ptr >= MAPPED_OFFSET
         return place.device == device or (device, place.device) in self._peers
 
-    def _kernel_touch(self, span: Span, write: bool, device: int) -> Touch:
-        span = Span(*integers("launch", *span))
-        place = self._locate(span.ptr, span.nbytes, "launch")
+    def _kernel_touch(self, span: Span, write: bool, device: int, call: str = "launch") -> Touch:
+        # What a copy refuses beforehand, a kernel that nobody has checked runs into.
+        code = "CUDA_ERROR_ILLEGAL_ADDRESS" if call == "launch" else "CUDA_ERROR_INVALID_VALUE"
+        span = Span(*integers(call, *span))
+        place = self._locate(span.ptr, span.nbytes, call)
         if not self._reachable(place, span.ptr, device):
             if place.users is not None:
                 wrong = f"{span.ptr:#x} is mapped for other devices only"
@@ -163,9 +189,9 @@ class WorkCalls(EmulatedCore):
                 wrong = f"{span.ptr:#x} is memory of device {place.device}; enable peer access first"
             else:
                 wrong = f"{span.ptr:#x} is a host address; kernels need host_device_pointer(address, device)"
-            raise DriverError("CUDA_ERROR_ILLEGAL_ADDRESS", "launch", wrong)
+            raise DriverError(code, call, wrong)
         if write and place.read_only:
-            raise DriverError("CUDA_ERROR_ILLEGAL_ADDRESS", "launch", f"{span.ptr:#x} is registered read-only")
+            raise DriverError(code, call, f"{span.ptr:#x} is registered read-only")
         return Touch(place, write)
 
     def _host_touch(self, span: Span, write: bool) -> Touch:

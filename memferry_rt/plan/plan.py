@@ -1,0 +1,256 @@
+"""A plan as data: ``{"schema": "memferry.plan", "version": 1, ...}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+
+from memferry_allocator import format_size
+
+from ..errors import PlanError
+from .choice import Choice, LayerChoice
+from .codec import decode, encode, read_text
+from .cost import Source
+from .model import Workload
+from .modes import GradientMode, LayerModes, StateMode, WeightMode
+from .profile import LayerKind
+
+SCHEMA, VERSION = "memferry.plan", 1
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer: what is decided, and what that is predicted to take.  Times are seconds, each alone.
+
+    Attributes
+    ----------
+    recompute : bool
+        Whether backward repeats its forward.
+    resident_nbytes : int
+        Of streamed weights, the first partitions that stay on the device.
+    device_nbytes : int
+        Device memory that it has for itself: weights, state and gradients that stay.
+    forward_seconds, backward_seconds : float
+        Backward has the forward that it repeats.
+    load_seconds : float
+        Of one copy of its weights to the device; 0 where they are not copied.
+    update_seconds : float
+        From the end of backward until its weights are new, in the predicted iteration.
+    source : Source
+        Where these times are from.
+    """
+
+    name: str
+    kind: LayerKind
+    parameters: int
+    weight_nbytes: int
+    gradient_nbytes: int
+    state_nbytes: int
+    weight: WeightMode
+    gradient: GradientMode
+    state: StateMode
+    recompute: bool
+    resident_nbytes: int
+    device_nbytes: int
+    forward_seconds: float
+    backward_seconds: float
+    load_seconds: float
+    update_seconds: float
+    source: Source
+
+    @property
+    def modes(self) -> LayerModes:
+        return LayerModes(self.weight, self.gradient, self.state)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every layer's modes, how both memories are shared, and the predicted iteration.
+
+    Attributes
+    ----------
+    model, fingerprint : str
+        The model's name, and what its layers must be like.
+    device : str
+        The device that times are predicted for.
+    device_memory, host_memory : int
+        The budgets in bytes; 0 is no limit of host memory.
+    torch_nbytes, pool_nbytes : int
+        What torch is left, and what the runtime has.
+    ring_nbytes, stream_nbytes, panel_nbytes, pinned_nbytes, resident_nbytes, slab_nbytes : int
+        Parts of the pool: for gradients that leave, state that streams through, weights in panels, weights that
+        stay, state and gradients that stay, and weights that come and go.
+    spare_slabs : int
+    host_nbytes : int
+        Host memory that is registered.
+    seconds : float
+        Of the predicted iteration.
+    device_peak_nbytes : int
+        The most device memory at any moment of it, torch's live bytes in place of what it reserves.
+    arms : mapping of str to float
+        Predicted seconds of other plans, by what they are.
+    notes : tuple of str
+        What the planner found that its user should know.
+    """
+
+    model: str
+    fingerprint: str
+    device: str
+    dtype: str
+    micro_batch: int
+    sequence: int
+    numerics: str
+    device_memory: int
+    host_memory: int
+    layers: tuple[LayerPlan, ...]
+    torch_nbytes: int
+    pool_nbytes: int
+    ring_nbytes: int
+    stream_nbytes: int
+    panel_nbytes: int
+    pinned_nbytes: int
+    resident_nbytes: int
+    slab_nbytes: int
+    spare_slabs: int
+    host_nbytes: int
+    seconds: float
+    device_peak_nbytes: int
+    arms: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, (int, float)) and value < 0:
+                raise PlanError(f"{each.name}: {value} is less than 0")
+        if not self.layers:
+            raise PlanError("layers: a plan has at least one")
+        for layer in self.layers:
+            if layer.state is StateMode.RESIDENT and layer.weight is not WeightMode.RESIDENT:
+                raise PlanError(
+                    f"layers: the state of {layer.name} is resident and its weights are {layer.weight.value}; "
+                    "state that stays on the device needs weights that do"
+                )
+        if self.device_peak_nbytes > self.device_memory:
+            raise PlanError(
+                f"device_peak_nbytes: {format_size(self.device_peak_nbytes)} is more than device_memory, "
+                f"{format_size(self.device_memory)}"
+            )
+
+    @cached_property
+    def _by_name(self) -> dict[str, LayerPlan]:
+        return {layer.name: layer for layer in self.layers}
+
+    def layer(self, name: str) -> LayerPlan:
+        """The layer of this name.
+
+        Raises
+        ------
+        PlanError
+            There is none.
+        """
+        if name not in self._by_name:
+            raise PlanError(
+                f"the plan has no layer {name!r}; it has {', '.join(list(self._by_name)[:4])} and so on"
+            )
+        return self._by_name[name]
+
+    @property
+    def modes(self) -> dict[str, LayerModes]:
+        """Every layer's modes, as the runtime takes them."""
+        return {layer.name: layer.modes for layer in self.layers}
+
+    @property
+    def choice(self) -> Choice:
+        """What is decided, for the simulator."""
+        return Choice(
+            tuple(
+                LayerChoice(each.weight, each.gradient, each.state, each.recompute, each.resident_nbytes)
+                for each in self.layers
+            ),
+            self.spare_slabs,
+        )
+
+    def check(self, workload: Workload | None = None, *, device: str | None = None) -> None:
+        """Refuse it for another model or device.
+
+        Raises
+        ------
+        PlanError
+            It is for another one; plans do not carry over.
+        """
+        if workload is not None and workload.fingerprint != self.fingerprint:
+            raise PlanError(
+                f"the plan is for {self.model} ({self.fingerprint}), and this is {workload.name} "
+                f"({workload.fingerprint}): other layers, shapes or dtype; make a plan for this model"
+            )
+        if workload is not None and workload.tokens != self.micro_batch * self.sequence:
+            raise PlanError(
+                f"the plan is for micro-batches of {self.micro_batch} x {self.sequence} tokens, and these have "
+                f"{workload.micro_batch} x {workload.sequence}; make a plan for them"
+            )
+        if device is not None and device != self.device:
+            raise PlanError(f"the plan is for {self.device}, and this is {device}; make a plan for it")
+
+
+def dumps_plan(plan: Plan) -> str:
+    """As JSON text."""
+    return encode(SCHEMA, VERSION, plan)
+
+
+def loads_plan(text: str) -> Plan:
+    """From JSON text; errors as for `load_plan`."""
+    return decode(SCHEMA, VERSION, Plan, text)
+
+
+def save_plan(plan: Plan, file: Path | str) -> None:
+    """Write a plan's file."""
+    Path(file).write_text(dumps_plan(plan) + "\n", encoding="utf-8")
+
+
+def load_plan(file: Path | str) -> Plan:
+    """A plan from its file.
+
+    Raises
+    ------
+    PlanError
+        The file cannot be read, is no plan, or contradicts itself; the error names the file and the field.
+    """
+    try:
+        return loads_plan(read_text(file))
+    except PlanError as error:
+        raise PlanError(f"plan {file}: {error}") from None
+
+
+def compare_plans(first: Plan, second: Plan) -> list[str]:
+    """What is different, in words; nothing if the two decide the same for the same model.
+
+    Predicted times and notes do not count.
+    """
+    found = [
+        f"{name}: {getattr(first, name)} and {getattr(second, name)}"
+        for name in (
+            "fingerprint",
+            "device",
+            "micro_batch",
+            "sequence",
+            "device_memory",
+            "host_memory",
+            "spare_slabs",
+        )
+        if getattr(first, name) != getattr(second, name)
+    ]
+    others = {layer.name: layer for layer in second.layers}
+    for layer in first.layers:
+        other = others.pop(layer.name, None)
+        if other is None:
+            found.append(f"{layer.name} is in the first alone")
+        elif (layer.modes, layer.recompute) != (other.modes, other.recompute):
+            found.append(f"{layer.name}: {_words(layer)} and {_words(other)}")
+    return [*found, *(f"{name} is in the second alone" for name in others)]
+
+
+def _words(layer: LayerPlan) -> str:
+    return f"{layer.modes}{'+recompute' if layer.recompute else ''}"

@@ -1,0 +1,1 @@
+"""What ``memferry plan`` and ``memferry simulate`` do."""

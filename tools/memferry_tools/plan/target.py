@@ -1,0 +1,121 @@
+"""The model and the machine that a plan is for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memferry_rt.errors import PlanError
+from memferry_rt.plan import (
+    H200,
+    Batch,
+    Dimensions,
+    Machine,
+    Profile,
+    Workload,
+    load_profile,
+    machine_from_profile,
+    machine_from_topology,
+    transformer,
+    workload_from_profile,
+)
+from memferry_rt.plan.shapes import TRAIN, Names
+from memferry_transport import TopologyError
+from memferry_transport.topology import load, machine, machine_names
+
+from ..errors import ToolError
+from ..train.presets import ModelShape, find_preset
+from .configs import read_config
+from .options import DEFAULT, Host, Model
+
+_RECOMPUTE = {"on": True, "off": False, "auto": None}
+
+
+def dimensions(shape: ModelShape) -> Dimensions:
+    """The sizes of a preset, as the planner takes them."""
+    return Dimensions(
+        shape.hidden, shape.layers, shape.ffn, shape.heads, shape.vocabulary, fused=True, tied=shape.tied
+    )
+
+
+def find_batch(model: Model) -> Batch:
+    """The micro-batch: what is said, else the preset's."""
+    micro_batch, sequence = 8, 1024
+    if model.config is None:
+        preset = find_preset(model.preset or DEFAULT)
+        micro_batch, sequence = preset.micro_batch, preset.seq
+    return Batch(
+        model.micro_batch or micro_batch, model.sequence or sequence, model.dtype, _RECOMPUTE[model.checkpointing]
+    )
+
+
+def find_workload(model: Model, profile: Profile | None = None) -> Workload:
+    """The model: of its config, its preset, or, where neither is named, of the profile.
+
+    Raises
+    ------
+    ToolError
+        Its file cannot be used.
+    """
+    names: Names = TRAIN
+    if model.preset is None and model.config is None and profile is not None:
+        return workload_from_profile(profile, "the profile's model")
+    if model.config is not None:
+        size, names = read_config(model.config)
+        name = model.config.parent.name if model.config.name == "config.json" else model.config.stem
+    else:
+        name = model.preset or DEFAULT
+        size = dimensions(find_preset(name).shape)
+    if model.tied:
+        size = replace(size, tied=True)
+    try:
+        return transformer(name or "model", size, find_batch(model), names)
+    except PlanError as error:
+        raise ToolError(str(error)) from None
+
+
+def find_machine(host: Host) -> tuple[Machine, Profile | None]:
+    """The machine, and the profile if there is one.
+
+    Raises
+    ------
+    ToolError
+        A file cannot be used, or the machine has not such devices.
+    """
+    found, profile = H200, None
+    try:
+        if host.profile is not None:
+            profile = load_profile(host.profile)
+            found = machine_from_profile(profile)
+        if host.topology is not None or host.fixture is not None:
+            found = _with_links(host, found, profile)
+        elif host.ranks > 1:
+            found = replace(found, ranks=host.ranks)
+    except (PlanError, TopologyError) as error:
+        raise ToolError(f"{_option(host, error)}: {error}") from None
+    return found, profile
+
+
+def _with_links(host: Host, found: Machine, profile: Profile | None) -> Machine:
+    if host.fixture is not None:
+        if host.fixture not in machine_names():
+            raise ToolError(f"--fixture: {host.fixture!r} is none; there are {', '.join(machine_names())}")
+        topology = machine(host.fixture)
+    else:
+        assert host.topology is not None
+        try:
+            topology = load(host.topology)
+        except OSError as error:
+            raise ToolError(f"--topology: {host.topology} cannot be read: {error.strerror}") from None
+    linked = machine_from_topology(topology, host.device, helpers=host.helpers, ranks=host.ranks, like=found)
+    if profile is not None and profile.device != linked.name:
+        raise ToolError(
+            f"--profile: it is of {profile.device}, and device {host.device} of the topology is {linked.name}; "
+            "profile on that device, or leave the profile out: formulas do without"
+        )
+    return linked
+
+
+def _option(host: Host, error: Exception) -> str:
+    if str(error).startswith("profile"):
+        return "--profile"
+    return "--fixture" if host.fixture is not None else "--topology"
