@@ -8,7 +8,7 @@ TESTS ?= tests
 JOBS ?= 2
 
 .PHONY: demo test test-all test-gpu lint bench bench-allocator bench-interop bench-optimizer bench-pipeline bench-bandwidth \
-  bench-scale clean
+  bench-scale bench-dha clean
 
 demo: $(READY)  ## the main job: train a small language model through a third of its weights' memory
 	$(RUN)memferry train --preset tiny --steps 12 --verify
@@ -44,6 +44,10 @@ bench-optimizer:  ## the update, alone and in whole iterations; about 10 minutes
 
 bench-pipeline:
 	$(RUN)python -m benchmarks.pipeline
+	$(RUN)python -m benchmarks.tables
+
+bench-dha:  ## direct host access: operators, and models in little memory
+	$(RUN)python -m benchmarks.dha
 	$(RUN)python -m benchmarks.tables
 
 bench-bandwidth:  ## two CUDA devices or more, for all of it

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .dha import tables as dha
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-PAGES = ("docs/allocator.md", "docs/interop.md", "docs/performance.md", "docs/bandwidth.md")
+PAGES = ("docs/allocator.md", "docs/interop.md", "docs/performance.md", "docs/bandwidth.md", "docs/dha.md")
 
 Rows = list[tuple[str, ...]]
 
@@ -225,6 +227,10 @@ TABLES = {
     "pipeline": Table("pipeline", pipeline),
     "peers": Table("pipeline", peers),
     "bandwidth": Table("bandwidth-2xh200", bandwidth, "bench-bandwidth"),
+    **{
+        f"dha_{made.__name__}": Table("dha", made)
+        for made in (dha.link, dha.embedding, dha.rows, dha.gradient, dha.ring, dha.beside, dha.models)
+    },
 }
 
 

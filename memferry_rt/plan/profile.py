@@ -75,6 +75,10 @@ class Timing:
         Seconds by device events, after warm-up; every one.
     exact : bool or None
         Whether the results were, to the bit, those with everything on the device; None where nobody looked.
+    copied_nbytes, in_place_nbytes : int or None
+        What copy engines carried for it, and what kernels were given in host memory, as often as they were.
+    pool_nbytes : int or None
+        Of rings in device memory that it needs.
     """
 
     phase: Phase
@@ -84,6 +88,9 @@ class Timing:
     beside: Copy = Copy.NONE
     copy_rate: float | None = None
     exact: bool | None = None
+    copied_nbytes: int | None = None
+    in_place_nbytes: int | None = None
+    pool_nbytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.samples or min(self.samples) <= 0:

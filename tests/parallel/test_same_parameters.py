@@ -85,6 +85,8 @@ PLANS: list[dict[str, Any]] = [
     {"share": 3.0},
     {"share": 0.7, "options": {"async_step": True}},
     {"share": 0.7, "seed": 5, "options": {"optimizer_split": "cpu", "async_step": True}},
+    {"share": 2.0, "options": {"plan": {"*": "dha+inplace"}, "async_step": True}},
+    {"share": 2.0, "seed": 3, "options": {"plan": {"blocks.*": "dha_then_load+inplace", "head": "ring"}}},
     {"share": 9.0, "options": {"optimizer_split": 1.0}},
     {"share": 9.0, "seed": 9, "options": {"optimizer_split": 0.4, "async_step": True, "layers": ("blocks",)}},
 ]
@@ -99,4 +101,4 @@ def test_every_plan_and_every_run_has_the_same_bits(dtype: torch.dtype) -> None:
     for other in results[0][1:]:
         assert other.losses == results[0][0].losses
         _assert_bits(other, results[0][0])
-    assert [result.streamed > 0 for result in results[0]] == [False] * 5 + [True] * 2
+    assert [result.streamed > 0 for result in results[0]] == [False] * 7 + [True] * 2

@@ -26,9 +26,15 @@ from memferry_allocator import Direction, Driver, Event, Span, Stream
 from memferry_allocator.driver import Bracket
 from memferry_transport import TransferEngine
 
+from ...device_kernels import DeviceMoves
+from ...plan.modes import GradientMode
 from ...staging import StagingRing
-from .gradient_slot import GradientSlot, accumulation, lies_alike, norm_of, storage_of
+from .contributions import Contribution
+from .gradient_slot import GradientSlot, accumulation, lies_alike, storage_of
 from .layer import LayerState
+from .norm import norm_of
+from .operators import LaneOutbox
+from .outgoing import Outgoing
 
 
 @dataclass(eq=False)
@@ -85,6 +91,8 @@ class GradientFlow:
         self._ring_tensor = ring_tensor
         self._accumulate = accumulate
         self._ring: StagingRing | None = None
+        self._outgoing: Outgoing | None = None
+        self._moves: DeviceMoves | None = None
         self._lane = engine.lane(Direction.DEVICE_TO_HOST)
         self._homes: dict[LayerState, _LayerHome] = {}
         self._segments: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
@@ -105,13 +113,18 @@ class GradientFlow:
         # The garbage collector does not see through these hooks: they must not keep what they hang on alive.
         flow, known = weakref.ref(self), weakref.ref(slot)
 
-        def before(gradients: tuple[torch.Tensor | None, ...]) -> None:
-            slot = known()
-            if slot is not None:
-                slot.arriving = gradients[0] is not None and slot.parameter.requires_grad
-                slot.partial = None
-                if slot.arriving:
-                    slot.partial, slot.parameter.grad = slot.parameter.grad, None
+        def before(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+            me, slot = flow(), known()
+            if me is None or slot is None:
+                return None
+            pending = slot.take_pending()
+            if pending and me._arrives_at_home(slot, gradients[0], pending):
+                return (None,)
+            slot.arriving = gradients[0] is not None and slot.parameter.requires_grad
+            slot.partial = None
+            if slot.arriving:
+                slot.partial, slot.parameter.grad = slot.parameter.grad, None
+            return (_sum(pending, gradients[0]),) if pending else None
 
         def after(parameter: torch.Tensor) -> None:
             me, slot = flow(), known()
@@ -152,9 +165,13 @@ class GradientFlow:
                 slot.show(slot.home)
                 slot.version = slot.home._version if unchanged else -1
 
-    def use_ring(self, ring: StagingRing | None) -> None:
-        """Exchange the ring; gradients under way have come home."""
+    def use(
+        self, ring: StagingRing | None = None, outgoing: Outgoing | None = None, moves: DeviceMoves | None = None
+    ) -> None:
+        """Exchange what gradients leave through; those under way have come home."""
         self._ring = ring
+        self._outgoing = outgoing
+        self._moves = moves
         self._segments.clear()
 
     def detach(self) -> None:
@@ -187,7 +204,7 @@ class GradientFlow:
             self._add(slot, gradient, partial, stream)
         if partial is not slot.home:
             self._let_go(slot)
-        slot.norm = norm_of(gradient) if complete else None
+        slot.norm = norm_of(slot.in_form(gradient)) if complete else None
         self._send(slot, home, gradient, stream, complete=complete)
         slot.show(slot.home)
         slot.version = slot.home._version if complete else -1
@@ -198,6 +215,92 @@ class GradientFlow:
             self.finish()  # somebody else's hook may read it next
         else:
             self._at_end_of_backward()
+
+    # -- gradients that are made at home ----------------------------------------------------------------
+    def offer(self, slot: GradientSlot, contribution: Contribution) -> torch.Tensor:
+        """What a module's backward gives autograd for a parameter.
+
+        If the gradient can be made at home, that is something without memory in its place, which autograd adds to
+        whatever else there is of it; nobody but the slot may see it.  Otherwise it is the gradient.
+        """
+        home = self._homes[slot.layer]
+        may = slot.layer.plan.gradient is GradientMode.INPLACE and not home.on_device
+        if not may or not slot.is_alone or not self._accumulates(slot):
+            return contribution.dense()
+        slot.pending.append(contribution)
+        parameter = slot.parameter
+        return torch.full((), -0.0, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+    def _is_written(self, slot: GradientSlot, stream: Stream) -> None:
+        """A kernel on `stream` writes a gradient home: on the lane, whose events tell of all that came before."""
+        self._lane.wait(stream.record())
+        slot.leaving = self._last = self._lane.record()
+
+    def _outbox(self, slot: GradientSlot, contribution: Contribution) -> LaneOutbox | None:
+        nbytes = contribution.panel_nbytes(slot.home)
+        return self._outgoing.box(slot.span, nbytes) if nbytes and self._outgoing is not None else None
+
+    def _accumulates(self, slot: GradientSlot) -> bool:
+        """Whether this backward puts a gradient into the parameter's ``grad``, not into a caller's hands."""
+        try:
+            return bool(torch._C._will_engine_execute_node(self._accumulations[slot]))
+        except RuntimeError:  # `autograd.grad` for this very parameter
+            return False
+
+    @torch.no_grad()
+    def _arrives_at_home(
+        self, slot: GradientSlot, given: torch.Tensor | None, pending: Sequence[Contribution]
+    ) -> bool:
+        """Make a gradient at home if one module alone adds to it; whether it is there."""
+        alone = given is not None and given.numel() > 0 and not any(given.stride())
+        partial = slot.parameter.grad
+        if len(pending) > 1 or not alone or not (partial is None or partial is slot.home):
+            return False
+        stream, home = self._stream(), self._homes[slot.layer]
+        self._settle(slot.layer)
+        if partial is None:
+            self._let_go(slot)
+        elif slot.leaving is not None:  # this very backward has written it a moment ago
+            self._wait(stream, slot.leaving)
+            slot.leaving = None
+        if home.bracket is not None:
+            home.bracket.end()
+            home.bracket = None
+        slot.micro_steps = 1 if partial is None else slot.micro_steps + 1
+        complete = slot.micro_steps >= self._accumulate
+        known = slot.written_rows
+        rows = known[1] if known is not None and known[0] == slot.home._version else None
+        spans = [self._home_span(slot)]
+        box = self._outbox(slot, pending[0]) if partial is None else None
+        if box is None:
+            with self._driver.launch(
+                stream, reads=[] if partial is None else spans, writes=spans, label=f"gradient of {slot.name}"
+            ):
+                written = pending[0].write(
+                    slot.home,
+                    partial=partial is not None,
+                    rows=rows,
+                    complete=complete,
+                    scatter=None if self._moves is None else (self._moves, stream),
+                )
+        else:
+            written = pending[0].write(slot.home, partial=False, rows=rows, complete=complete, outbox=box)
+        slot.layer.traffic.written_in_place += written.nbytes
+        slot.layer.traffic.read_in_place += written.nbytes_read
+        slot.written_rows = None if written.rows is None else (slot.home._version, written.rows)
+        slot.norm = written.norm
+        if box is None:
+            self._is_written(slot, stream)
+        else:
+            slot.leaving = self._last = box.last
+        if partial is None:
+            slot.show(slot.home)
+        slot.version = slot.home._version if complete else -1
+        home.fresh = True
+        if complete:
+            self._arrived(slot)
+        self._at_end_of_backward()
+        return True
 
     def _add(self, slot: GradientSlot, gradient: torch.Tensor, partial: torch.Tensor, stream: Stream) -> None:
         """``partial + gradient`` into `gradient`, as autograd accumulates."""
@@ -211,10 +314,13 @@ class GradientFlow:
         reads = [self._home_span(slot)]
         with self._driver.launch(stream, reads=reads, label=f"add to {slot.name}"):
             gradient.add_(partial)
+        if not home.on_device:
+            slot.layer.traffic.read_in_place += slot.span.nbytes
 
     def _send(
         self, slot: GradientSlot, home: _LayerHome, gradient: torch.Tensor, stream: Stream, *, complete: bool
     ) -> None:
+        slot.written_rows = None
         if home.bracket is not None:
             home.bracket.end()
             home.bracket = None
@@ -226,6 +332,12 @@ class GradientFlow:
                 slot.home.copy_(gradient)
             if complete and slot.layer.sums is not None:
                 self._deliver(slot, stream)
+            return
+        if slot.layer.plan.gradient is GradientMode.INPLACE:
+            with self._writes_home(slot, "gradient of"):
+                slot.home.copy_(gradient)
+            slot.layer.traffic.written_in_place += slot.span.nbytes
+            self._is_written(slot, stream)
             return
         assert self._ring is not None
         flat = slot.flat(gradient)
@@ -408,3 +520,15 @@ class GradientFlow:
     def _device_span(self, span: Span) -> Span:
         pointer = self._driver.host_device_pointer(span.ptr, self._engine.device)
         return Span(pointer, span.nbytes)
+
+
+def _sum(pending: Sequence[Contribution], given: torch.Tensor | None) -> torch.Tensor | None:
+    """All that adds to a gradient, as autograd adds it up.
+
+    What it was given in the place of the pending ones is zeros of the sign that changes nothing.
+    """
+    with torch.no_grad():
+        total = pending[0].dense()
+        for contribution in pending[1:]:
+            total = total + contribution.dense()
+        return total if given is None else total + given

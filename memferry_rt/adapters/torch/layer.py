@@ -14,6 +14,8 @@ from memferry_allocator import Span
 
 from ...layout import LayerLayout, Slot
 from ...pages import SlabPages
+from ...traffic import LayerTraffic
+from .modes import STREAMED, LayerPlan
 from .tensors import TensorFactory, shaped, storage_references
 
 MAX_CACHED_PLACES = 16
@@ -84,6 +86,10 @@ class LayerState:
 
     Attributes
     ----------
+    plan : LayerPlan
+        How its weights are read, and how its gradients leave.
+    traffic : LayerTraffic
+        What has been submitted for it so far.
     current : DeviceViews or None
         Where in device memory it was used last.
     residence : Residence or None
@@ -109,6 +115,8 @@ class LayerState:
         self.parameters = parameters
         self.geometry = geometry
         self._offsets = [slot.weight for slot in layout.slots]
+        self.plan: LayerPlan = STREAMED
+        self.traffic = LayerTraffic()
         self.current: DeviceViews | None = None
         self.residence: Residence | None = None
         self.sums: DeviceSlab | None = None
@@ -232,9 +240,22 @@ class LayerState:
         self._places.clear()
         self.current = None
 
+    def saved_at_home(self, key: ViewKey) -> torch.Tensor:
+        """The view of the host pages that a saved tensor was: dtype, offset in the slab in elements, form."""
+        dtype, offset, shape, stride = key
+        index = self._index_at(offset * dtype.itemsize)
+        first = offset - self._offsets[index] // dtype.itemsize
+        home = self.host_weights[index]
+        with torch.inference_mode(False), torch.no_grad():
+            flat = home.as_strided((home.numel(),), (1,), 0).view(dtype)
+            return flat.as_strided(shape, stride, first)
+
     def parameter_at(self, offset: int) -> nn.Parameter:
         """The parameter in whose place a byte of the weight slab lies."""
-        return self.parameters[bisect.bisect_right(self._offsets, offset) - 1]
+        return self.parameters[self._index_at(offset)]
+
+    def _index_at(self, offset: int) -> int:
+        return bisect.bisect_right(self._offsets, offset) - 1
 
     def touch(self, indices: Iterable[int]) -> None:
         """Weights are about to change: a backward that still needs the present ones must fail, as in PyTorch."""

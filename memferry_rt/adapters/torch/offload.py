@@ -11,23 +11,23 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memferry_allocator import Driver, EmulatedOptions, InvalidRequestError, format_size, open_device
-from memferry_allocator.sizes import align_up
 
 from ...device_update import DeviceUpdate, open_device_update
 from ...errors import BudgetError, OffloadError, UnsupportedError
 from ...layout import LayerLayout
 from ...options import OffloadOptions
-from .budget import RING_UNIT, Budget, UpdateRoom, plan_budget
+from .budget import Budget
 from .convert import Materialiser, ParameterInit, plan_layouts
-from .cut import Cut, cut_layers, find_owners
+from .cut import cut_layers
 from .early import host_nbytes, spares_within
 from .layer import Geometry
+from .modes import LayerPlan, Plan
 from .parallel import Ranks, facts, options_of_rank, refuse_unshared
+from .planning import Planning
 from .rules import AdamRule, UpdateRule, choose_rule, refuse_sharing
 from .runtime import Runtime
 from .saved import require_hooks
 from .tensors import DTYPES
-from .update import room_for_updates
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741 - the usual letter
@@ -52,6 +52,8 @@ def offload(
     accumulate: int = 1,
     accumulate_dtype: torch.dtype | str | None = None,
     param_init_fn: ParameterInit | None = None,
+    plan: Plan | None = None,
+    numerics: str = "exact",
     emulated: EmulatedOptions | None = None,
     process_group: Any = None,
 ) -> tuple[M, O]:
@@ -110,6 +112,14 @@ def offload(
     param_init_fn : callable, optional
         Initialises the parameters that a module itself owns, for models on ``meta``; by default
         ``module.reset_parameters()``.
+    plan : str or mapping, optional
+        Modes of layers by hand, as ``{"embed*": "dha", "layers.*": "stream+inplace"}`` or the same as text, with
+        patterns of layer names: where weights are read (``resident``, ``stream``, ``dha``, ``dha_then_load``,
+        ``ring``) and how gradients leave (``buffer``, ``inplace``).  By default ``stream+buffer``.  `set_plan`
+        changes it later.
+    numerics : str
+        ``"exact"``: panels of weights and gradients are used where a trial shows that they give PyTorch's very
+        bits; elsewhere the whole is read or made.  ``"relaxed"``: always.
     emulated : EmulatedOptions, optional
         The machine to emulate.
     process_group : ProcessGroup, optional
@@ -127,7 +137,10 @@ def offload(
     BudgetError
         A budget is too small; it names the smallest that works.  Nothing was allocated or changed.
     UnsupportedError
-        The model or optimizer has something that offloading cannot honour.  Nothing was changed.
+        The model or optimizer has something that offloading cannot honour, or a layer cannot do its mode.  Nothing
+        was changed.
+    PlanError
+        `plan` names unknown layers or modes.  Nothing was changed.
     DriverError
         No such device, or its driver does not work.
     InvalidRequestError
@@ -148,21 +161,22 @@ def offload(
         spare_slabs=spare_slabs,
         accumulate=accumulate,
         accumulate_dtype=None if accumulate_dtype is None else str(accumulate_dtype).removeprefix("torch."),
+        numerics=numerics,
         emulated=emulated,
     )
     ranks = Ranks.join(process_group)
     if ranks is None:
-        prepared = _prepare(model, optimizer, options, param_init_fn, alone=True)
+        prepared = _prepare(model, optimizer, options, plan, param_init_fn, alone=True)
     else:
-        prepared = _prepare_together(ranks, model, optimizer, options, param_init_fn)
+        prepared = _prepare_together(ranks, model, optimizer, options, plan, param_init_fn)
     runtime = Runtime(
         model,
         prepared.options,
         prepared.driver,
         prepared.device,
-        prepared.cuts,
-        prepared.layouts,
+        prepared.planning,
         prepared.geometries,
+        prepared.plans,
         prepared.budget,
         prepared.materialiser,
         prepared.rule,
@@ -182,9 +196,9 @@ class _Prepared:
     options: OffloadOptions
     driver: Driver
     device: int
-    cuts: list[Cut]
-    layouts: list[LayerLayout]
+    planning: Planning
     geometries: list[list[Geometry]]
+    plans: list[LayerPlan]
     budget: Budget
     materialiser: Materialiser
     rule: UpdateRule
@@ -193,22 +207,28 @@ class _Prepared:
 
 
 def _prepare_together(
-    ranks: Ranks, model: nn.Module, optimizer: Optimizer, options: OffloadOptions, init: ParameterInit | None
+    ranks: Ranks,
+    model: nn.Module,
+    optimizer: Optimizer,
+    options: OffloadOptions,
+    plan: Plan | None,
+    init: ParameterInit | None,
 ) -> _Prepared:
     """As `_prepare`, refused on all ranks where one refuses or they differ."""
     try:
         options = options_of_rank(options)
         if options.device.startswith("cuda:"):
             ranks.device = torch.device(options.device)
-        prepared = _prepare(model, optimizer, options, init, alone=False)
+        prepared = _prepare(model, optimizer, options, plan, init, alone=False)
         refuse_unshared(optimizer, in_parts=prepared.rule.in_parts)
         emulated = prepared.driver.name == "emulated"
         ranks.require_backend(torch.device("cpu") if emulated else torch.device("cuda", prepared.device))
     except Exception as error:
         ranks.agree({}, error)
         raise
-    alike = facts(options, optimizer, prepared.cuts, prepared.layouts, prepared.geometries, prepared.budget)
-    ranks.agree(alike)
+    planning = prepared.planning
+    alike = facts(options, optimizer, planning.cuts, planning.layouts, prepared.geometries, prepared.budget)
+    ranks.agree(alike | {"the modes of layers": repr(prepared.plans)})
     return prepared
 
 
@@ -216,6 +236,7 @@ def _prepare(
     model: nn.Module,
     optimizer: Optimizer,
     options: OffloadOptions,
+    plan: Plan | None,
     init: ParameterInit | None,
     *,
     alone: bool,
@@ -238,19 +259,18 @@ def _prepare(
     update = None
     if isinstance(rule, AdamRule) and split not in ("cpu", 0.0):
         update = open_device_update(driver, ordinal, rule.kernel)
-    share = split if isinstance(split, float) else None
-    room = UpdateRoom() if update is None else room_for_updates(layouts, share)
-    if not alone:
-        room = replace(room, resident=(0,) * len(layouts))  # state must stay where every rank finds it
-    if options.accumulate > 1:
-        room = replace(room, summed=tuple(align_up(layout.gradient_nbytes, RING_UNIT) for layout in layouts))
     spares = options.spare_slabs
     if spares is None:
         spares = spares_within(layouts, options.host_memory) if rule.shared else 0
-    budget = _plan(model, cuts, layouts, options, driver, ordinal, room, spares)
+    _check_memory(layouts, options, driver, ordinal, spares)
+    planning = Planning(
+        model, cuts, layouts, options, driver, ordinal, updates=update is not None, shared=not alone
+    )
+    plans = planning.resolve(plan)
+    budget = planning.budget(plans)
     materialiser = Materialiser(model, init)
     return _Prepared(
-        options, driver, ordinal, cuts, layouts, geometries, budget, materialiser, rule, update, spares
+        options, driver, ordinal, planning, geometries, plans, budget, materialiser, rule, update, spares
     )
 
 
@@ -270,6 +290,22 @@ def runtime_of(model: nn.Module) -> Runtime:
     if not isinstance(runtime, Runtime):
         raise OffloadError("this model is not offloaded; call memferry_rt.offload(model, optimizer, ...) first")
     return runtime
+
+
+def set_plan(model: nn.Module, plan: Plan) -> None:
+    """Change the modes of layers between two steps; see `offload` for `plan`.
+
+    What it says nothing about is streamed.  Device copies, rings and state in device memory move home first, and
+    come back as the new plan has it; no result changes.
+
+    Raises
+    ------
+    OffloadError
+        The model is not offloaded, or a tensor still aliases the device copy of a layer.
+    PlanError, UnsupportedError, BudgetError
+        Something in the plan that is not known, cannot be done, or does not fit.  Nothing was changed.
+    """
+    runtime_of(model).set_plan(plan)
 
 
 def synchronize(model: nn.Module) -> None:
@@ -313,53 +349,17 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _plan(
-    model: nn.Module,
-    cuts: Sequence[Cut],
-    layouts: Sequence[LayerLayout],
-    options: OffloadOptions,
-    driver: Driver,
-    ordinal: int,
-    room: UpdateRoom,
-    spares: int,
-) -> Budget:
+def _check_memory(
+    layouts: Sequence[LayerLayout], options: OffloadOptions, driver: Driver, ordinal: int, spares: int
+) -> None:
     host = host_nbytes(layouts, spares)
     if options.host_memory is not None and host > options.host_memory:
         raise BudgetError(
             "host_memory", options.host_memory, host, "weights, gradients and optimizer state take more"
         )
-    cuda = driver.name != "emulated"
     capacity = driver.device_info(ordinal).capacity
     if options.device_memory > capacity:
         raise InvalidRequestError(
             f"device_memory: {format_size(options.device_memory)} is more than the device has, "
             f"{format_size(capacity)}; give at most {capacity >> 20}MiB"
         )
-    return plan_budget(
-        options.device_memory,
-        layouts,
-        _used_together(model, cuts),
-        pool=options.pool_memory,
-        device=ordinal if cuda else None,
-        room=room,
-    )
-
-
-def _used_together(model: nn.Module, cuts: Sequence[Cut]) -> set[tuple[int, ...]]:
-    """Layers that are in use at once, in the order in which they come: of the modules around one, then its own."""
-    layer_of = {parameter: index for index, cut in enumerate(cuts) for _, parameter in cut.parameters}
-    owners = {id(owner.module): owner for owner in find_owners(model) if not owner.in_place}
-    found: set[tuple[int, ...]] = set()
-
-    def visit(module: nn.Module, outer: tuple[int, ...]) -> None:
-        owner = owners.get(id(module))
-        inner = outer
-        if owner is not None:
-            own = {layer_of[parameter] for parameter in owner.parameters}
-            inner = (*outer, *sorted(own.difference(outer)))
-            found.add(inner)
-        for child in module.children():
-            visit(child, inner)
-
-    visit(model, ())
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import time
@@ -11,33 +12,38 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from memferry_allocator import Direction, Driver, HostArena, Stream
+from memferry_allocator import Direction, Driver, HostArena, Stream, View
 
 from ...device_update import DeviceUpdate
 from ...errors import OffloadError, UnsupportedError
-from ...layout import LayerLayout
 from ...options import OffloadOptions
 from ...pages import SlabPages
+from ...plan.modes import WeightMode
 from ...stalls import StallMeter
 from ...updates import UpdateQueue
 from .adam_state import AdamPatch
 from .budget import Budget
 from .convert import Materialiser, move_in
-from .cut import Cut, find_owners
+from .cut import find_owners
+from .dispatch import Dispatch
 from .early import EarlyUpdates, SpareSlab, cut_spares, host_nbytes
+from .exactness import Exactness
 from .forward import ForwardScopes, scope_of
 from .gradient_slot import GradientSlot
 from .gradients import GradientFlow
 from .guards import ModelGuards
 from .layer import DeviceViews, Geometry, LayerState, ViewKey
 from .memory import DeviceMemory
+from .modes import LayerPlan, Plan
 from .parallel import RankGradients, Ranks, RankUpdates
-from .report import Report
+from .planning import Planning
+from .report import LayerReport, Report
 from .rules import AdamRule, UpdateRule
-from .saved import SavedWeights
+from .saved import SavedWeights, in_backward
 from .slabs import SlabAccess
 from .state import ParameterState
 from .step import StepUpdates, gradient_scale
+from .support import Support
 from .tensors import TensorFactory
 from .torch_adam import single_threaded
 from .update import AdamUpdate, LayerUpdate
@@ -49,8 +55,8 @@ class Runtime:
     Attributes
     ----------
     grad_norm : float or None
-        The 2-norm of all gradients in the last step, before clipping: fp64 2-norms of the parameters'
-        gradients, their squares added in the order of ``model.parameters()``.
+        The 2-norm of all gradients in the last step, before clipping: fp64 2-norms of the pieces of the
+        parameters' gradients (`norm`), their squares added in the order of ``model.parameters()``.
     skipped_steps : int
         Steps not made because the norm was infinite or not a number.
     """
@@ -61,9 +67,9 @@ class Runtime:
         options: OffloadOptions,
         driver: Driver,
         device: int,
-        cuts: list[Cut],
-        layouts: list[LayerLayout],
+        planning: Planning,
         geometries: list[list[Geometry]],
+        plans: list[LayerPlan],
         budget: Budget,
         materialiser: Materialiser,
         rule: UpdateRule,
@@ -79,6 +85,8 @@ class Runtime:
         self.skipped_steps = 0
         self.steps = 0
         self._closed = False
+        self._planning = planning
+        layouts = planning.layouts
         self._last_used: LayerState | None = None
         self.stalls = StallMeter(driver, device)
         self.factory = TensorFactory(driver, device)
@@ -92,7 +100,11 @@ class Runtime:
             ranks.open(driver, layouts, host_nbytes(layouts, spares))
             self.arena = ranks.arena
         fill = ranks is None or ranks.first
-        self.layers = move_in(cuts, layouts, geometries, self.arena, self.factory, materialiser, fill=fill)
+        self.layers = move_in(
+            planning.cuts, layouts, geometries, self.arena, self.factory, materialiser, fill=fill
+        )
+        for layer, plan in zip(self.layers, plans, strict=True):
+            layer.plan = plan
         materialiser.materialise_buffers()
         self._home = {
             parameter: (layer, index) for layer in self.layers for index, parameter in enumerate(layer.parameters)
@@ -126,13 +138,15 @@ class Runtime:
             moved=self._state_moved,
             wait=self.stalls.wait,
             update=update,
+            read=self._read_panels,
+            ahead=self._open_ahead,
         )
         self._build_training(model)
         self._build_updates(update)
         if spares:
             self._update_early(cut_spares(self.arena, layouts, spares))
         self.memory.open()
-        self.gradients.use_ring(self.memory.ring)
+        self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
         if ranks is not None:
             ranks.fence("offload()")  # the first has filled what all share
 
@@ -168,7 +182,12 @@ class Runtime:
         self.scopes.attach_root(model)
         for owner in find_owners(model):
             attach = self.scopes.attach_in_place if owner.in_place else self.scopes.attach
-            attach(owner.module, scope_of(owner.parameters, self._home))
+            attach(owner.module, scope_of(owner.module, owner.parameters, self._home))
+        exactness = Exactness(self.driver, self.factory, relaxed=self.options.numerics == "relaxed")
+        self.dispatch = Dispatch(
+            self._planning.operators, self._home, self.gradients, self.memory.panels, exactness
+        )
+        self.dispatch.apply()
         for module in model.modules():
             self.guards.attach(module)
         self.guards.attach_root(model)
@@ -241,30 +260,63 @@ class Runtime:
         return stream
 
     # -- forward and backward ---------------------------------------------------------------------------
-    def _load(self, layer: LayerState) -> DeviceViews:
-        views = self._use(layer, training=torch.is_grad_enabled())
+    def _load(self, layer: LayerState, support: Support) -> DeviceViews | None:
+        """Bring a layer into device memory and pin it, or None where such a module reads it at home."""
+        training, backward = torch.is_grad_enabled(), in_backward()
+        if layer.plan.reads_at_home(support, backward=backward):
+            self._read_at_home(layer, training=training, backward=backward)
+            return None
+        views = self._use(layer, training=training, backward=backward)
         self.memory.cache.pin(layer.index)
         return views
 
     def _unpin(self, layer: LayerState) -> None:
         self.memory.cache.unpin(layer.index)
 
-    def _bring_back(self, layer: LayerState, key: ViewKey) -> torch.Tensor:
-        return self._use(layer, training=True).saved(key)
+    def _bring_back(self, layer: LayerState, key: ViewKey, at_home: bool) -> torch.Tensor:
+        if not at_home or layer.plan.weight is WeightMode.DHA_THEN_LOAD:
+            return self._use(layer, training=True, backward=True).saved(key)
+        self._read_at_home(layer, training=True, backward=True)
+        view = layer.saved_at_home(key)
+        layer.traffic.read_in_place += view.numel() * view.element_size()
+        return view
 
-    def _use(self, layer: LayerState, *, training: bool) -> DeviceViews:
+    def _use(self, layer: LayerState, *, training: bool, backward: bool) -> DeviceViews:
         stream = self.stream()
+        with self._stalling(layer, stream, training=training):
+            ptr = self.memory.cache.use(layer.index, stream, training=training, backward=backward)
+        views = layer.current = layer.views_at(ptr)
+        self.saved.watch(views.key, layer)
+        return views
+
+    def _read_at_home(self, layer: LayerState, *, training: bool, backward: bool) -> View:
+        """Let the current stream read a layer's host pages, which have its newest weights then."""
+        stream = self.stream()
+        with self._stalling(layer, stream, training=training):
+            view = self.memory.cache.read_in_place(layer.index, stream, training=training, backward=backward)
+        self.saved.watch_home(layer)
+        return view
+
+    def _read_panels(self, layer: LayerState) -> View:
+        return self._read_at_home(layer, training=torch.is_grad_enabled() or in_backward(), backward=in_backward())
+
+    def _open_ahead(self, layer: LayerState) -> View | None:
+        """The host pages of a layer that is not used yet, or None while they are being updated."""
+        if not self.updates.poll(layer.index):
+            return None
+        return self.memory.cache.open_at_home(layer.index, self.stream())
+
+    @contextlib.contextmanager
+    def _stalling(self, layer: LayerState, stream: Stream, *, training: bool) -> Iterator[None]:
+        """Wait until a layer's update is made or enqueued, and measure that and what `stream` waits for then."""
         begin = self.stalls.mark(stream) if training and layer is not self._last_used else None
         blocked = time.perf_counter()
         self._settle_layer(layer)
         blocked = time.perf_counter() - blocked
-        ptr = self.memory.cache.use(layer.index, stream, training=training)
+        yield
         if begin is not None:
             self._last_used = layer
             self.stalls.stalled(begin, stream, math.inf if self.step_updates.first_use(layer) else blocked)
-        views = layer.current = layer.views_at(ptr)
-        self.saved.watch(views.key, layer)
-        return views
 
     # -- step -------------------------------------------------------------------------------------------
     def step(self) -> None:
@@ -297,6 +349,7 @@ class Runtime:
         else:
             self.step_updates.submit(present, scale.factor)
         self.memory.trace.end_iteration()
+        self.memory.panels.end_iteration()
         self.stalls.submitted(self.stream())
         self._last_used = None
         self.steps += 1
@@ -400,6 +453,7 @@ class Runtime:
         self._settle_home(layer)
         self.step_updates.settle(layer)
         self.stream().synchronize()
+        self.memory.panels.forget()
         layer.parameter_versions[index] = layer.parameters[index]._version
         if not self.memory.cache.is_pinned(layer.index):
             self.memory.cache.evict(layer.index)
@@ -432,11 +486,29 @@ class Runtime:
         self.driver.synchronize(self.device)
         self._drop_device_copies()
         self.memory.resize(larger)
-        self.gradients.use_ring(self.memory.ring)
+        self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
+
+    def set_plan(self, plan: Plan) -> None:
+        """Change the modes of layers between two steps; see `memferry_rt.set_plan`."""
+        self._require_open()
+        plans = self._planning.resolve(plan)
+        budget = self._planning.budget(plans).replacing(self.memory.budget)
+        self.synchronize()
+        self.scopes.reset()
+        self.step_updates.refuse_aliases(self.layers)
+        self.step_updates.forget_early()
+        self.gradients.end_use()
+        self.driver.synchronize(self.device)
+        self._drop_device_copies()
+        for layer, each in zip(self.layers, plans, strict=True):
+            layer.plan = each
+        self.dispatch.apply()
+        self.memory.resize(budget)
+        self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
 
     def _drop_device_copies(self) -> None:
         self.saved.forget()
-        self.gradients.use_ring(None)
+        self.gradients.use()
         self.memory.drop()
 
     def _state_moved(self, layer: LayerState) -> None:
@@ -459,6 +531,7 @@ class Runtime:
             pool_nbytes=memory.budget.pool,
             ring_nbytes=memory.budget.ring,
             stream_nbytes=memory.budget.stream,
+            panels_nbytes=memory.budget.panels,
             device_peak=memory.budget.peak(memory.space.pool.peak),
             host_to_device_nbytes=moved[Direction.HOST_TO_DEVICE],
             device_to_host_nbytes=moved[Direction.DEVICE_TO_HOST],
@@ -469,10 +542,28 @@ class Runtime:
             update_rates=updates.rates,
             summed_parameters=updates.numel(layer for layer in updates.updated if layer.sums is not None),
             times=self.stalls.last,
-            dram_nbytes=updates.cpu_nbytes + sum(moved.values()),
+            dram_nbytes=updates.cpu_nbytes + sum(moved.values()) + sum(map(_in_place, self.layers)),
             steps=self.steps,
             skipped_steps=self.skipped_steps,
             grad_norm=self.grad_norm,
+            per_layer=tuple(self._layer_report(layer) for layer in self.layers),
+        )
+
+    def _layer_report(self, layer: LayerState) -> LayerReport:
+        weights, slab = self.memory.weights[layer.index], layer.gradients_on_device
+        pool = weights.reserved if weights.copy_address else 0
+        if layer.residence is not None:
+            pool += layer.residence.state.span.nbytes
+        if slab is not None:
+            pool += slab.span.nbytes
+        traffic, plan = layer.traffic, layer.plan
+        return LayerReport(
+            name=layer.name,
+            weight_mode=plan.weight.value,
+            gradient_mode=plan.gradient.value,
+            loaded_modules=plan.loaded,
+            pool_nbytes=pool,
+            **dataclasses.asdict(traffic),
         )
 
     @property
@@ -526,6 +617,7 @@ class Runtime:
             last_to_first.callback(self._drop_device_copies)
             last_to_first.callback(self.guards.detach)
             last_to_first.callback(self.gradients.detach)
+            last_to_first.callback(self.dispatch.restore)
             last_to_first.callback(self.stream().synchronize)
             last_to_first.callback(self.gradients.end_use)
             last_to_first.callback(self.scopes.detach)
@@ -554,3 +646,7 @@ class Runtime:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     state[key] = self._unshared(value)
+
+
+def _in_place(layer: LayerState) -> int:
+    return layer.traffic.read_in_place + layer.traffic.written_in_place

@@ -52,7 +52,7 @@ def gradient_scale(
     """
     norms = [slot.norm for slot in present if slot.norm is not None]
     total = 0.0
-    for value in torch.stack(norms).tolist() if norms else ():
+    for value in torch.cat(norms).tolist() if norms else ():
         total += value * value
     unscale = 1.0 if scaling is None or scaling.inverse is None else scaling.inverse
     norm = math.sqrt(total) * unscale if total >= 0 else math.nan
@@ -190,7 +190,7 @@ class StepUpdates:
             if slot.layer.layout.slots[slot.index].spec.updated:
                 indices.setdefault(slot.layer, set()).add(slot.index)
         updated = [layer for layer in self._layers if layer in indices]
-        self._refuse_aliases(updated)
+        self.refuse_aliases(updated)
         early = self._made_early(updated, indices, settings, scale)
         self.updated, self.made_early = updated, early
         for layer in updated:
@@ -219,7 +219,7 @@ class StepUpdates:
         OffloadError
             A tensor aliases one of them; nothing was given up.
         """
-        self._refuse_aliases(layers)
+        self.refuse_aliases(layers)
         for layer in layers:
             self._memory.cache.evict(layer.index)
 
@@ -252,7 +252,7 @@ class StepUpdates:
         self.early.speculation.learn(scale == 1.0)
         return made
 
-    def _refuse_aliases(self, layers: Sequence[LayerState]) -> None:
+    def refuse_aliases(self, layers: Sequence[LayerState]) -> None:
         """Nobody may hold tensors over device copies of layers whose weights are about to change."""
         if any(layer.held() for layer in layers):
             gc.collect()  # a traceback or a cycle may be all that holds them
@@ -332,7 +332,7 @@ class StepUpdates:
         assert streaming is not None
         assert update is not None
         weights = self._memory.weights[layer.index]
-        stay = weights.resident and work.has_masters and not self._shared
+        stay = weights.resident and work.has_masters and layer.plan.new_weights_stay and not self._shared
         if not stay:
             self._open_home(work).release()  # nobody uses the pages from here on
         pieces = self._on_device(layer).native(update, *work.captured)
@@ -340,6 +340,7 @@ class StepUpdates:
 
         def enqueue() -> None:
             self._driver.observe(known)
+            before = streaming.bytes_in, streaming.bytes_out
             try:
                 if stay:
                     self._stream_into(weights, pieces)
@@ -347,6 +348,8 @@ class StepUpdates:
                     self._stream_home(weights, pieces)
             finally:
                 self._streamed[layer] = streaming.out.record()
+                layer.traffic.copied_in += streaming.bytes_in - before[0]
+                layer.traffic.copied_out += streaming.bytes_out - before[1]
 
         self._queue.feed(layer.index, enqueue)
 

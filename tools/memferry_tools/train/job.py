@@ -99,6 +99,7 @@ def _train(
         device_memory=options.device_memory,
         host_memory=options.host_memory,
         pool_memory=options.pool_memory,
+        mode=options.mode,
         async_step=options.async_step,
         workers=workers,
     )

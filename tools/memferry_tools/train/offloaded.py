@@ -26,12 +26,13 @@ from .workers import ALONE, Workers
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a run's state may lie, in bytes; None takes the default."""
+    """Where a run's state may lie, in bytes, and the modes of its layers; None takes the default."""
 
     target: Target
     device_memory: int | None = None
     host_memory: int | None = None
     pool_memory: int | None = None
+    mode: str | None = None
     async_step: bool = True
     workers: Workers = ALONE
 
@@ -172,4 +173,5 @@ class OffloadedTraining:
             accumulate_dtype=self._recipe.accumulate_dtype,
             param_init_fn=initialise,
             process_group=self._placement.workers.group,
+            plan=self._placement.mode,
         )

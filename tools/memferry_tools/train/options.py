@@ -33,6 +33,8 @@ class TrainOptions:
     device : str
         ``"auto"``, ``"cuda:N"`` or ``"emulated"``.
     device_memory, host_memory, pool_memory : int or None
+    mode : str or None
+        Modes of layers, as `memferry_rt.offload` reads them.
     async_step, verify : bool
     save, resume : Path or None
         Folders of checkpoints.
@@ -49,6 +51,7 @@ class TrainOptions:
     device_memory: int | None
     host_memory: int | None
     pool_memory: int | None
+    mode: str | None
     async_step: bool
     verify: bool
     save: Path | None
@@ -68,6 +71,7 @@ class TrainOptions:
         device_memory: str | None = None,
         host_memory: str | None = None,
         pool_memory: str | None = None,
+        mode: str | None = None,
         dtype: str = "auto",
         micro_batch: int | None = None,
         seq: int | None = None,
@@ -126,6 +130,7 @@ class TrainOptions:
             device_memory=_size(device_memory, "--device-memory"),
             host_memory=_size(host_memory, "--host-memory"),
             pool_memory=_size(pool_memory, "--pool-memory"),
+            mode=mode,
             async_step=async_step,
             verify=verify,
             save=_path(save, "--save"),

@@ -20,9 +20,12 @@ import torch
 from memferry_allocator import Direction, Span, Stream
 
 from ....errors import OffloadError, RankError, UnsupportedError
-from ..gradient_slot import GradientSlot, norm_of
+from ....plan.modes import GradientMode
+from ..contributions import Contribution
+from ..gradient_slot import GradientSlot
 from ..gradients import GradientFlow
 from ..layer import LayerState
+from ..norm import norms_of
 from .exchange import Flight, PieceExchange
 from .ranks import Ranks, digest
 
@@ -100,6 +103,10 @@ class RankGradients(GradientFlow):
                 gradient.add_(local[slot])
             local[slot] = gradient
             self._given.add(slot)
+
+    def offer(self, slot: GradientSlot, contribution: Contribution) -> torch.Tensor:
+        """The gradient itself: what is written home is the mean over the ranks."""
+        return contribution.dense()
 
     def _begin(self, kind: int, kept: set[GradientSlot], arriving: GradientSlot | None = None) -> bool:
         """Meet the other ranks at a backward or a step; whether any of them is in a backward.
@@ -179,9 +186,12 @@ class RankGradients(GradientFlow):
             slot, view = slots[part.index], views[part.index]
             if slot in self._kept:
                 self._add_home(slot, view, part.start, stream)
-            self._norms[slot] = norm_of(view)
+            self._norms[slot] = norms_of([view])[0]
         start, end = self._ranks.share.piece(layer.layout)
-        if end > start:
+        if layer.plan.gradient is GradientMode.INPLACE:
+            for part in parts:
+                self._write_home(slots[part.index], views[part.index], part.start, stream)
+        elif end > start:
             self._send_piece(layer, Span(home.span.ptr + start, end - start), piece, stream)
 
     def _add_home(self, slot: GradientSlot, view: torch.Tensor, start: int, stream: Stream) -> None:
@@ -190,6 +200,13 @@ class RankGradients(GradientFlow):
         flat = slot.home.as_strided((slot.home.numel(),), (1,))
         with self._driver.launch(stream, reads=[self._home_span(slot)], label=f"add to {slot.name}"):
             view.add_(flat[start : start + view.numel()])
+
+    def _write_home(self, slot: GradientSlot, view: torch.Tensor, start: int, stream: Stream) -> None:
+        flat = slot.home.as_strided((slot.home.numel(),), (1,))
+        with self._writes_home(slot, "gradient of"):
+            flat[start : start + view.numel()].copy_(view)
+        slot.layer.traffic.written_in_place += view.numel() * view.element_size()
+        self._is_written(slot, stream)
 
     def _send_piece(self, layer: LayerState, target: Span, piece: torch.Tensor, stream: Stream) -> None:
         assert self._ring is not None
@@ -273,7 +290,7 @@ class RankGradients(GradientFlow):
                 continue
             slot.show(slot.home)
             slot.version = slot.home._version
-            slot.norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
+            slot.norm = torch.tensor([norm], dtype=torch.float64, device="cpu")
 
     def finish(self) -> None:
         if not self._begun:
