@@ -8,7 +8,7 @@ TESTS ?= tests
 JOBS ?= 2
 
 .PHONY: demo test test-all test-gpu lint bench bench-allocator bench-interop bench-optimizer bench-pipeline bench-bandwidth \
-  bench-dha clean
+  bench-scale bench-dha clean
 
 demo: $(READY)  ## the main job: train a small language model through a third of its weights' memory
 	$(RUN)memferry train --preset tiny --steps 12 --verify
@@ -53,6 +53,9 @@ bench-dha:  ## direct host access: operators, and models in little memory
 bench-bandwidth:  ## two CUDA devices or more, for all of it
 	$(RUN)memferry bandwidth --all --recalibrate --json benchmarks/results/bandwidth-2xh200.json
 	$(RUN)python -m benchmarks.tables
+
+bench-scale:  ## two CUDA devices
+	$(RUN)python -m benchmarks.scale
 
 NATIVE := $(wildcard memferry_rt/native/*.[ch] memferry_rt/native/build.py allocator/memferry_allocator/native/*.[ch] \
   allocator/memferry_allocator/native/*.cpp allocator/memferry_allocator/native/build.py)

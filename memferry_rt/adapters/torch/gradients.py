@@ -136,6 +136,9 @@ class GradientFlow(GradientHomes):
         self._accumulations.clear()
 
     # -- during backward --------------------------------------------------------------------------------
+    def in_backward(self) -> None:
+        """Weights are used, perhaps by a backward."""
+
     @torch.no_grad()
     def _arrive(self, slot: GradientSlot) -> None:
         parameter = slot.parameter

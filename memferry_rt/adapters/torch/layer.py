@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from memferry_allocator import HostArena, Span
+from memferry_allocator import Span
 
 from ...layout import LayerLayout, Slot
+from ...pages import SlabPages
 from ...traffic import LayerTraffic
 from .modes import STREAMED, LayerPlan
 from .tensors import TensorFactory, shaped, storage_references
@@ -106,7 +107,7 @@ class LayerState:
         layout: LayerLayout,
         parameters: list[nn.Parameter],
         geometry: list[Geometry],
-        arena: HostArena,
+        arena: SlabPages,
         factory: TensorFactory,
     ) -> None:
         self.index = index
@@ -211,7 +212,7 @@ class LayerState:
         form = self.geometry[index]
         return flat.as_strided(form.shape, form.stride)
 
-    def on_host(self, slab: str, index: int, arena: HostArena) -> torch.Tensor:
+    def on_host(self, slab: str, index: int, arena: SlabPages) -> torch.Tensor:
         """A parameter's "weight" or "gradient" as a CPU tensor with a storage of its own, over the host pages."""
         slot, form = self.layout.slots[index], self.geometry[index]
         if slab == "weight":
@@ -266,7 +267,7 @@ class LayerState:
         """Whether somebody outside has a tensor over the layer's present device memory."""
         return self.current is not None and self.current.held
 
-    def _mapped(self, arena: HostArena, span: Span, form: Geometry, dtype: torch.dtype) -> torch.Tensor:
+    def _mapped(self, arena: SlabPages, span: Span, form: Geometry, dtype: torch.dtype) -> torch.Tensor:
         # A storage of its own for every parameter: torch.save of one must not write the whole slab.
         if span.nbytes == 0:
             return torch.empty_strided(form.shape, form.stride, dtype=dtype, device=self._factory.torch_device)

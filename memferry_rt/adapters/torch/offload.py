@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,16 +12,19 @@ from torch.optim import Optimizer
 
 from memferry_allocator import Driver, EmulatedOptions, InvalidRequestError, format_size, open_device
 
-from ...device_update import open_device_update
+from ...device_update import DeviceUpdate, open_device_update
 from ...errors import BudgetError, OffloadError, UnsupportedError
 from ...layout import LayerLayout
 from ...options import OffloadOptions
+from .budget import Budget
 from .convert import Materialiser, ParameterInit, plan_layouts
 from .cut import cut_layers
 from .early import host_nbytes, spares_within
-from .modes import Plan
+from .layer import Geometry
+from .modes import LayerPlan, Plan
+from .parallel import Ranks, facts, options_of_rank, refuse_unshared
 from .planning import Planning
-from .rules import AdamRule, choose_rule, refuse_sharing
+from .rules import AdamRule, UpdateRule, choose_rule, refuse_sharing
 from .runtime import Runtime
 from .saved import require_hooks
 from .tensors import DTYPES
@@ -52,6 +55,7 @@ def offload(
     plan: Plan | None = None,
     numerics: str = "exact",
     emulated: EmulatedOptions | None = None,
+    process_group: Any = None,
 ) -> tuple[M, O]:
     """Keep a model's training state in host memory and train it through a budget of device memory.
 
@@ -118,6 +122,10 @@ def offload(
         bits; elsewhere the whole is read or made.  ``"relaxed"``: always.
     emulated : EmulatedOptions, optional
         The machine to emulate.
+    process_group : ProcessGroup, optional
+        Train with the other ranks of this group of ``torch.distributed``, each on its own micro-batches and its
+        own device: gradients are averaged, and the ranks share one host state, of which each updates its part.
+        All ranks call this, `load` and ``optimizer.step()`` alike; weights begin as those of rank 0.
 
     Returns
     -------
@@ -137,6 +145,8 @@ def offload(
         No such device, or its driver does not work.
     InvalidRequestError
         A size or number that makes no sense.
+    RankError
+        Another rank has refused, or has something else than this one; nothing was allocated or changed.
     """
     options = OffloadOptions.build(
         device=device,
@@ -154,6 +164,83 @@ def offload(
         numerics=numerics,
         emulated=emulated,
     )
+    ranks = Ranks.join(process_group)
+    if ranks is None:
+        prepared = _prepare(model, optimizer, options, plan, param_init_fn, alone=True)
+    else:
+        prepared = _prepare_together(ranks, model, optimizer, options, plan, param_init_fn)
+    runtime = Runtime(
+        model,
+        prepared.options,
+        prepared.driver,
+        prepared.device,
+        prepared.planning,
+        prepared.geometries,
+        prepared.plans,
+        prepared.budget,
+        prepared.materialiser,
+        prepared.rule,
+        prepared.update,
+        prepared.spares,
+        ranks,
+    )
+    prepared.budget.begin()
+    model.__dict__[_ATTRIBUTE] = runtime
+    return model, optimizer
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What is decided before anything is allocated or changed."""
+
+    options: OffloadOptions
+    driver: Driver
+    device: int
+    planning: Planning
+    geometries: list[list[Geometry]]
+    plans: list[LayerPlan]
+    budget: Budget
+    materialiser: Materialiser
+    rule: UpdateRule
+    update: DeviceUpdate | None
+    spares: int
+
+
+def _prepare_together(
+    ranks: Ranks,
+    model: nn.Module,
+    optimizer: Optimizer,
+    options: OffloadOptions,
+    plan: Plan | None,
+    init: ParameterInit | None,
+) -> _Prepared:
+    """As `_prepare`, refused on all ranks where one refuses or they differ."""
+    try:
+        options = options_of_rank(options)
+        if options.device.startswith("cuda:"):
+            ranks.device = torch.device(options.device)
+        prepared = _prepare(model, optimizer, options, plan, init, alone=False)
+        refuse_unshared(optimizer, in_parts=prepared.rule.in_parts)
+        emulated = prepared.driver.name == "emulated"
+        ranks.require_backend(torch.device("cpu") if emulated else torch.device("cuda", prepared.device))
+    except Exception as error:
+        ranks.agree({}, error)
+        raise
+    planning = prepared.planning
+    alike = facts(options, optimizer, planning.cuts, planning.layouts, prepared.geometries, prepared.budget)
+    ranks.agree(alike | {"the modes of layers": repr(prepared.plans)})
+    return prepared
+
+
+def _prepare(
+    model: nn.Module,
+    optimizer: Optimizer,
+    options: OffloadOptions,
+    plan: Plan | None,
+    init: ParameterInit | None,
+    *,
+    alone: bool,
+) -> _Prepared:
     dtype = _compute_dtype(options.compute_dtype)
     require_hooks()
     _check_model(model)
@@ -176,16 +263,15 @@ def offload(
     if spares is None:
         spares = spares_within(layouts, options.host_memory) if rule.shared else 0
     _check_memory(layouts, options, driver, ordinal, spares)
-    planning = Planning(model, cuts, layouts, options, driver, ordinal, updates=update is not None)
+    planning = Planning(
+        model, cuts, layouts, options, driver, ordinal, updates=update is not None, shared=not alone
+    )
     plans = planning.resolve(plan)
     budget = planning.budget(plans)
-    materialiser = Materialiser(model, param_init_fn)
-    runtime = Runtime(
-        model, options, driver, ordinal, planning, geometries, plans, budget, materialiser, rule, update, spares
+    materialiser = Materialiser(model, init)
+    return _Prepared(
+        options, driver, ordinal, planning, geometries, plans, budget, materialiser, rule, update, spares
     )
-    budget.begin()
-    model.__dict__[_ATTRIBUTE] = runtime
-    return model, optimizer
 
 
 def is_offloaded(model: nn.Module) -> bool:

@@ -36,6 +36,8 @@ class Planning:
     device : int
     updates : bool
         Whether the device has a kernel for updates.
+    shared : bool
+        Other ranks share the optimizer state, which stays where all find it.
 
     Attributes
     ----------
@@ -53,6 +55,7 @@ class Planning:
         device: int,
         *,
         updates: bool,
+        shared: bool = False,
     ) -> None:
         self._model = model
         self.cuts = cuts
@@ -68,6 +71,7 @@ class Planning:
         self._options = options
         self._device = None if driver.name == "emulated" else device
         self._updates = updates
+        self._shared = shared
 
     def resolve(self, plan: Plan | None) -> list[LayerPlan]:
         """What each layer does.  Errors as for `resolve_plan`."""
@@ -119,7 +123,7 @@ class Planning:
         split = self._options.optimizer_split
         share = split if isinstance(split, float) else None
         room = room_for_updates(self.layouts, share) if self._updates else UpdateRoom()
-        may = [plan.state_in_pool for plan in plans]
+        may = [plan.state_in_pool and not self._shared for plan in plans]
         room = replace(room, resident=tuple(n if m else 0 for n, m in zip(room.resident, may, strict=False)))
         if self._options.accumulate > 1:
             sizes = [align_up(layout.gradient_nbytes, RING_UNIT) for layout in self.layouts]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from memferry_allocator import Direction, Driver, HostArena, Stream, View
 from ...device_update import DeviceUpdate
 from ...errors import OffloadError, UnsupportedError
 from ...options import OffloadOptions
+from ...pages import SlabPages
 from ...plan.modes import WeightMode
 from ...stalls import StallMeter
 from ...updates import UpdateQueue
@@ -33,6 +35,7 @@ from .guards import ModelGuards
 from .layer import DeviceViews, Geometry, LayerState, ViewKey
 from .memory import DeviceMemory
 from .modes import LayerPlan, Plan
+from .parallel import RankGradients, Ranks, RankUpdates
 from .planning import Planning
 from .report import LayerReport, Report
 from .rules import AdamRule, UpdateRule
@@ -72,6 +75,7 @@ class Runtime:
         rule: UpdateRule,
         update: DeviceUpdate | None,
         spares: int,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.options = options
@@ -88,8 +92,17 @@ class Runtime:
         self.factory = TensorFactory(driver, device)
         self._streams: dict[int, Stream] = {}
         self._own_stream = driver.create_stream(device) if self.factory.emulated else None
-        self.arena = HostArena(driver, host_nbytes(layouts, spares))
-        self.layers = move_in(planning.cuts, layouts, geometries, self.arena, self.factory, materialiser)
+        self.ranks = ranks
+        self.arena: SlabPages
+        if ranks is None:
+            self.arena = HostArena(driver, host_nbytes(layouts, spares))
+        else:
+            ranks.open(driver, layouts, host_nbytes(layouts, spares))
+            self.arena = ranks.arena
+        fill = ranks is None or ranks.first
+        self.layers = move_in(
+            planning.cuts, layouts, geometries, self.arena, self.factory, materialiser, fill=fill
+        )
         for layer, plan in zip(self.layers, plans, strict=True):
             layer.plan = plan
         materialiser.materialise_buffers()
@@ -102,7 +115,12 @@ class Runtime:
                     owner._buffers[key] = buffer.to(self.factory.torch_device)
         threads = torch.get_num_threads()
         self._rule = rule
-        self.updates = UpdateQueue(
+        queue: Callable[..., UpdateQueue] = (
+            UpdateQueue
+            if ranks is None
+            else functools.partial(RankUpdates, ranks.board, cores=ranks.cores, emulated=self.factory.emulated)
+        )
+        self.updates = queue(
             start=single_threaded,
             native=rule.native,
             feeder=(update is not None or spares > 0) and not self.factory.emulated,
@@ -129,14 +147,20 @@ class Runtime:
             self._update_early(cut_spares(self.arena, layouts, spares))
         self.memory.open()
         self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
+        if ranks is not None:
+            ranks.fence("offload()")  # the first has filled what all share
 
     # -- set-up -----------------------------------------------------------------------------------------
     def _build_training(self, model: nn.Module) -> None:
         names = {parameter: name for name, parameter in model.named_parameters()}
         trainable = [parameter for parameter in names if parameter.requires_grad]
-        self.gradients = GradientFlow(
-            self.driver,
-            self.memory.engine,
+        flow: Callable[..., GradientFlow] = GradientFlow
+        if self.ranks is not None:
+            uses = self.memory.trace.first_uses
+            flow = functools.partial(RankGradients, self.ranks, self.factory.torch_device, uses)
+        self.gradients = flow(
+            driver=self.driver,
+            engine=self.memory.engine,
             stream=self.stream,
             settle=self._gradients_change,
             arrived=self._gradient_arrived,
@@ -151,7 +175,7 @@ class Runtime:
             load=self._load,
             unpin=self._unpin,
             settle=self._settle_home,
-            changed=self._adopt_weight,
+            changed=self._weight_changed,
             saved=self.saved,
         )
         self.guards = ModelGuards(self.synchronize, self._loaded)
@@ -167,7 +191,8 @@ class Runtime:
         for module in model.modules():
             self.guards.attach(module)
         self.guards.attach_root(model)
-        self.patch = self._rule.patch(self._home, step=self.step, settle=self.synchronize)
+        step = self.step if self.ranks is None else self.ranks.told()(self.step)
+        self.patch = self._rule.patch(self._home, step=step, settle=self.synchronize)
         self.slabs = SlabAccess(
             model,
             self.layers,
@@ -188,7 +213,8 @@ class Runtime:
                 if layer.layout.slots[index].spec.updated
             }
             if groups:
-                plans[layer] = self._rule.plan(layer, groups)
+                parts = None if self.ranks is None else self.ranks.share.parts(layer.layout)
+                plans[layer] = self._rule.plan(layer, groups, parts)
         split = self.options.optimizer_split
         self.step_updates = StepUpdates(
             self.driver,
@@ -200,7 +226,10 @@ class Runtime:
             update,
             split=split if isinstance(split, float) else None,
             stream=self.stream,
+            shared=self.ranks is not None,
         )
+        if isinstance(self.updates, RankUpdates):
+            self.updates.streamed_until = lambda layer: self.step_updates.streamed_until(self.layers[layer])
 
     def _update_early(self, spares: list[SpareSlab]) -> None:
         """Make updates during backward, if that is what the native kernel of Adam does here."""
@@ -310,6 +339,8 @@ class Runtime:
         self.gradients.end_use()
         self.gradients.deliver(present, changed_unseen=unseen)
         self.stalls.iteration(self.stream())
+        if self.ranks is not None:
+            scaling = self.ranks.agree_on_step(scaling, self.patch.settings())
         scale = gradient_scale(present, scaling, self.options.max_grad_norm)
         self.grad_norm = scale.norm
         if scale.factor is None:
@@ -338,6 +369,7 @@ class Runtime:
 
     def _settle_layer(self, layer: LayerState) -> None:
         """Block until a layer's update is made or, on the device, enqueued: its weights may then be acquired."""
+        self.gradients.in_backward()
         self.updates.wait(layer.index)
 
     def _gradients_change(self, layer: LayerState) -> None:
@@ -384,15 +416,32 @@ class Runtime:
             self.stream().synchronize()
             self.step_updates.forget_early()
             self.step_updates.release_weights(self.layers)
-        with self.slabs.open(write=write) as states:
+        with self._all_ranks() if write else contextlib.nullcontext(), self.slabs.open(write=write) as states:
             yield states
+
+    @contextlib.contextmanager
+    def _all_ranks(self) -> Iterator[None]:
+        """Of several ranks every one is here, and none goes on before all have ended this."""
+        if self.ranks is None:
+            yield
+            return
+        with self.ranks.told():
+            self.ranks.fence("their load()")
+            yield
+            self.ranks.fence("the end of their load()")
 
     # -- changes by the user ------------------------------------------------------------------------------
     def _check_parameters(self) -> None:
         for layer in self.layers:
             for index, parameter in enumerate(layer.parameters):
                 if parameter._version != layer.parameter_versions[index]:
-                    self._adopt_weight(layer, index)
+                    self._weight_changed(layer, index)
+
+    def _weight_changed(self, layer: LayerState, index: int) -> None:
+        """A parameter was written to in place, not by a state dict that all ranks load."""
+        if self.ranks is not None:
+            self.ranks.refuse_write(layer.layout.slots[index].spec.name)
+        self._adopt_weight(layer, index)
 
     def _loaded(self, module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
@@ -517,6 +566,11 @@ class Runtime:
             **dataclasses.asdict(traffic),
         )
 
+    @property
+    def saves(self) -> bool:
+        """Whether it is this process that writes checkpoints: alone, or the first of several ranks."""
+        return self.ranks is None or self.ranks.first
+
     def smallest_device_memory(self, torch_nbytes: int) -> int:
         """The smallest `device_memory` in bytes that would leave torch `torch_nbytes` bytes from the start."""
         return self.memory.budget.smallest_for(torch_nbytes)
@@ -548,12 +602,16 @@ class Runtime:
             return
         self._closed = True
         with contextlib.ExitStack() as last_to_first:
+            if self.ranks is not None:
+                last_to_first.callback(self.ranks.close)
             if self._own_stream is not None:
                 last_to_first.callback(self._own_stream.close)
             last_to_first.callback(self.arena.close)
             last_to_first.callback(self.memory.budget.release)
             last_to_first.callback(self.memory.engine.close)
             last_to_first.callback(self.memory.space.close)
+            if self.ranks is not None:
+                last_to_first.callback(self._own_state)
             last_to_first.callback(self.patch.restore)
             last_to_first.callback(self._hand_back)
             last_to_first.callback(self._drop_device_copies)
@@ -573,11 +631,21 @@ class Runtime:
         """Make the parameters tensors over their host pages, which live on as long as any of them does."""
         for parameter, (layer, index) in self._home.items():
             gradient, parameter.grad = parameter.grad, None
-            parameter.data = layer.on_host("weight", index, self.arena)
+            parameter.data = self._unshared(layer.on_host("weight", index, self.arena))
             if gradient is not None:
                 at_home = gradient is layer.gradients[index]
                 plain = layer.on_host("gradient", index, self.arena) if at_home else gradient.to("cpu")
-                parameter.grad = plain.to(parameter.dtype)
+                parameter.grad = self._unshared(plain).to(parameter.dtype)
+
+    def _unshared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory of this process alone, where other ranks have the tensor's too."""
+        return tensor if self.ranks is None else tensor.clone()
+
+    def _own_state(self) -> None:
+        for state in self.patch.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[key] = self._unshared(value)
 
 
 def _in_place(layer: LayerState) -> int:

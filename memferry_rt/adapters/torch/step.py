@@ -112,6 +112,8 @@ class StepUpdates:
         The share of the parameters to be updated on the device; None balances by measured rates.
     stream : callable
         The stream on which the calling thread's kernels run.
+    shared : bool
+        Other ranks update other parts of the same host pages.
 
     Attributes
     ----------
@@ -130,6 +132,7 @@ class StepUpdates:
         update: DeviceUpdate | None,
         split: float | None,
         stream: Callable[[], Stream],
+        shared: bool = False,
     ) -> None:
         self._driver = driver
         self._layers = layers
@@ -140,6 +143,7 @@ class StepUpdates:
         self._update = update
         self._split = split
         self._stream = stream
+        self._shared = shared
         self.early: EarlyUpdates | None = None
         self.rates = UpdateRates()
         self.updated: list[LayerState] = []  # in the last step; some of them in these ways:
@@ -328,7 +332,7 @@ class StepUpdates:
         assert streaming is not None
         assert update is not None
         weights = self._memory.weights[layer.index]
-        stay = weights.resident and work.has_masters and layer.plan.new_weights_stay
+        stay = weights.resident and work.has_masters and layer.plan.new_weights_stay and not self._shared
         if not stay:
             self._open_home(work).release()  # nobody uses the pages from here on
         pieces = self._on_device(layer).native(update, *work.captured)
@@ -374,9 +378,9 @@ class StepUpdates:
         """A layer's weights at home, for an update that writes them there; it gives up the device copy.
 
         Where the device has a kernel the CPU has the native one, which does not fail midway: what that replaces
-        need not come home first.
+        need not come home first.  A part of what is shared does not replace the whole.
         """
-        replaced = self._update is not None and work.replaces_weights
+        replaced = self._update is not None and work.replaces_weights and not self._shared
         mode = Mode.WRITE if replaced else Mode.READ_WRITE
         return self._memory.weights[work.layer.index].acquire(Place.HOST, mode)
 

@@ -21,6 +21,7 @@ from .interrupts import Interrupts
 from .loop import StepResult, run_micro_batches
 from .memory import default_device_memory, explain_out_of_memory
 from .recipe import Recipe
+from .workers import ALONE, Workers
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Placement:
     pool_memory: int | None = None
     mode: str | None = None
     async_step: bool = True
+    workers: Workers = ALONE
 
 
 class OffloadedTraining:
@@ -99,7 +101,8 @@ class OffloadedTraining:
             )
             self._optimizer.step()
             self._optimizer.zero_grad()
-            values = losses.tolist()  # the update goes on meanwhile: what it takes shows in the next step
+            # the update goes on meanwhile: what it takes shows in the next step
+            values = self._placement.workers.gather(losses).tolist()
         except torch.OutOfMemoryError as error:
             raise explain_out_of_memory(error, self._placement.target, self._recipe, self._runtime) from error
         report = self._runtime.report()
@@ -128,7 +131,9 @@ class OffloadedTraining:
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True
         )
-        budget = placement.device_memory or default_device_memory(placement.target, recipe)
+        budget = placement.device_memory or placement.workers.least(
+            default_device_memory(placement.target, recipe)
+        )
         try:
             self._offload(budget)
         except BudgetError as error:
@@ -167,5 +172,6 @@ class OffloadedTraining:
             accumulate=self._recipe.accumulate,
             accumulate_dtype=self._recipe.accumulate_dtype,
             param_init_fn=initialise,
+            process_group=self._placement.workers.group,
             plan=self._placement.mode,
         )

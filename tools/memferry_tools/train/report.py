@@ -30,8 +30,8 @@ def plan_rows(options: TrainOptions, recipe: Recipe, tokens: Tokens, target: Tar
         ("text", f"{tokens.source}: {len(tokens.ids):,} tokens"),
         (
             "steps",
-            f"{recipe.steps} of {recipe.accumulate} x {recipe.micro_batch} x {recipe.seq} tokens, activations "
-            + ("recomputed in backward" if recipe.checkpointing else "kept"),
+            f"{recipe.steps} of {_ranks_text(recipe)}{recipe.accumulate} x {recipe.micro_batch} x {recipe.seq} "
+            "tokens, activations " + ("recomputed in backward" if recipe.checkpointing else "kept"),
         ),
         (
             "optimizer",
@@ -39,6 +39,10 @@ def plan_rows(options: TrainOptions, recipe: Recipe, tokens: Tokens, target: Tar
         ),
         ("device", _device_text(target)),
     ]
+
+
+def _ranks_text(recipe: Recipe) -> str:
+    return "" if recipe.ranks == 1 else f"{recipe.ranks} ranks x "
 
 
 def placement_rows(report: Report, recipe: Recipe) -> list[Row]:
