@@ -34,11 +34,20 @@ class CountedEngine(TransferEngine):
     ) -> Transfer:
         transfer = super().start(regions, direction, stream=stream)
         for dst, src in regions:
-            if direction is Direction.HOST_TO_DEVICE:
-                self.traffic_at(src).copied_in += src.nbytes
-            elif direction is Direction.DEVICE_TO_HOST:
-                self.traffic_at(dst).copied_out += dst.nbytes
+            self._count(dst, src, direction)
         return transfer
+
+    def _copy_plainly(self, dst: Span, src: Span, direction: Direction | None, stream: Stream) -> Transfer | None:
+        transfer = super()._copy_plainly(dst, src, direction, stream)
+        if transfer is not None:
+            self._count(dst, src, direction)
+        return transfer
+
+    def _count(self, dst: Span, src: Span, direction: Direction | None) -> None:
+        if direction is Direction.HOST_TO_DEVICE:
+            self.traffic_at(src).copied_in += src.nbytes
+        elif direction is Direction.DEVICE_TO_HOST:
+            self.traffic_at(dst).copied_out += dst.nbytes
 
     def traffic_at(self, host: Span) -> LayerTraffic:
         """Of the layer that host memory is a part of."""
