@@ -7,8 +7,8 @@ TESTS ?= tests
 # Processes that the tests run in.
 JOBS ?= 2
 
-.PHONY: demo test test-all test-gpu lint bench bench-allocator bench-interop bench-optimizer bench-pipeline bench-bandwidth \
-  bench-scale bench-dha clean
+.PHONY: demo test test-all test-gpu lint bench bench-allocator bench-interop bench-optimizer bench-pipeline bench-plan \
+  bench-bandwidth bench-dha bench-scale clean
 
 demo: $(READY)  ## the main job: train a small language model through a third of its weights' memory
 	$(RUN)memferry train --preset tiny --steps 12 --verify
@@ -48,6 +48,10 @@ bench-pipeline:
 
 bench-dha:  ## direct host access: operators, and models in little memory
 	$(RUN)python -m benchmarks.dha
+	$(RUN)python -m benchmarks.tables
+
+bench-plan:  ## predicted iterations against measured ones; PROFILES=folder for those by profile, too
+	$(RUN)python -m benchmarks.plan $(if $(PROFILES),--profiles $(PROFILES))
 	$(RUN)python -m benchmarks.tables
 
 bench-bandwidth:  ## two CUDA devices or more, for all of it

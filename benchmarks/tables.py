@@ -18,7 +18,9 @@ from .dha import tables as dha
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-PAGES = ("docs/allocator.md", "docs/interop.md", "docs/performance.md", "docs/bandwidth.md", "docs/dha.md")
+PAGES = tuple(
+    f"docs/{page}.md" for page in ("allocator", "interop", "performance", "bandwidth", "dha", "scheduler")
+)
 
 Rows = list[tuple[str, ...]]
 
@@ -218,6 +220,26 @@ def bandwidth(summary: dict[str, Any]) -> Rows:
     ]
 
 
+def plan(summary: dict[str, Any]) -> Rows:
+    """Iterations predicted and measured."""
+    head = ("", "measured", "by formulas", "off by", "by a profile", "off by")
+    return _under(
+        head,
+        [
+            (
+                name,
+                _number(row["measured_s"], "{:.3f} s"),
+                _number(row.get("formula_s"), "{:.3f} s"),
+                _number(row["formula_error"], "{:+.1%}"),
+                _number(row.get("profile_s"), "{:.3f} s"),
+                _number(row["profile_error"], "{:+.1%}"),
+            )
+            for name, row in summary["rows"].items()
+            if "failed" not in row
+        ],
+    )
+
+
 TABLES = {
     "allocator": Table("allocator", allocator),
     "interop": Table("interop", interop),
@@ -226,6 +248,7 @@ TABLES = {
     "together": Table("optimizer", together),
     "pipeline": Table("pipeline", pipeline),
     "peers": Table("pipeline", peers),
+    "plan": Table("plan", plan),
     "bandwidth": Table("bandwidth-2xh200", bandwidth, "bench-bandwidth"),
     **{
         f"dha_{made.__name__}": Table("dha", made)

@@ -190,9 +190,11 @@ class _Pricing:
             return work
         written = self._written_nbytes()
         timing = self._find(Phase.BACKWARD, WeightPlace.DEVICE, GradientPlace.HOST)
-        if timing is not None and timing.seconds > seconds:
-            written = timing.seconds * self._machine.host_writes
-        return Work(work.seconds, work.read_nbytes, written, work.panel_nbytes)
+        more = -(-written // PANEL) * self._machine.launch  # each panel of it is a product and a copy of its own
+        if timing is not None:
+            written = timing.seconds * self._machine.host_writes if timing.seconds > seconds else 0.0
+            more = 0.0
+        return Work(work.seconds + more, work.read_nbytes, written, work.panel_nbytes)
 
     def _seconds(self, phase: Phase) -> float:
         """With everything in device memory."""

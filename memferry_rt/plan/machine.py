@@ -14,7 +14,8 @@ from ..errors import PlanError
 from .profile import CopySample, Profile
 
 UPDATE_NBYTES = 28  # of host memory, that the CPU's update of a parameter in half precision moves
-MEASURED = "measured on an H200 host: docs/performance.md"
+LINKS = "measured on an H200: topology h200-x1"
+KERNELS = "kernels on mapped host memory, measured on an H200"
 ASSUMED = "assumed"
 
 
@@ -128,12 +129,12 @@ H200 = Machine(
     launch=5e-6,
     peers=391e9,
     sources={
-        "to_device": MEASURED,
-        "from_device": MEASURED,
-        "both_ways": MEASURED,
+        "to_device": LINKS,
+        "from_device": LINKS,
+        "both_ways": LINKS,
         "copy_latency": "fitted to copies of 64 KiB to 16 MiB on an H200",
-        "host_reads": MEASURED,
-        "host_writes": MEASURED,
+        "host_reads": KERNELS,
+        "host_writes": KERNELS,
         "kernel_share": ASSUMED,
         "read_again_tokens": "fitted to x @ W.T with W in host memory, 256 to 16384 tokens, on an H200",
         "host_memory": "CPU and device updating together, 14 threads: docs/performance.md",
@@ -141,7 +142,7 @@ H200 = Machine(
         "matmul": "x @ W.T of 16384 x 4096 x 11008 in bf16 on an H200",
         "device_memory": "fitted with the work of a block to llama-1b in device memory on an H200",
         "launch": ASSUMED,
-        "peers": MEASURED,
+        "peers": "copies between two H200 over 18 NVLinks, measured",
     },
 )
 

@@ -159,8 +159,8 @@ class Plan:
 
     @property
     def modes(self) -> dict[str, LayerModes]:
-        """Every layer's modes, as the runtime takes them."""
-        return {layer.name: layer.modes for layer in self.layers}
+        """The modes of every layer that has weights of its own, as the runtime takes them."""
+        return {layer.name: layer.modes for layer in self.layers if layer.parameters}
 
     @property
     def choice(self) -> Choice:

@@ -8,24 +8,22 @@ from dataclasses import dataclass
 from memferry_allocator import format_size
 
 from ..errors import BudgetError, PlanError
+from .assemble import build_plan
 from .choice import (
-    NEEDS_SLAB,
     Choice,
     gradient_nbytes,
     host_nbytes,
     share_device,
-    slab_nbytes,
-    state_nbytes,
 )
 from .compose import Composer
 from .cost import LayerCost, costs
 from .evaluate import Evaluator, Outcome, Run
 from .iteration import Setting
 from .machine import H200, Machine
-from .model import LayerSpec, Workload
+from .model import Workload
 from .modes import GradientMode, LayerModes, StateMode, WeightMode, parse_modes
 from .options import PlanOptions
-from .plan import LayerPlan, Plan
+from .plan import Plan
 from .profile import Profile
 from .profiled import with_measured_memory
 from .search import Search
@@ -119,6 +117,15 @@ def plan_by_hand(
     return Planned(plan, setting, options, composer, evaluator, outcome, profile)
 
 
+def plan_as_offload(
+    workload: Workload, options: PlanOptions, machine: Machine = H200, profile: Profile | None = None
+) -> Planned:
+    """What the runtime does by itself without a plan, to compare plans and predictions with; errors as above."""
+    setting, composer = _set_up(workload, options, machine, profile)
+    search = Search(Evaluator(setting, options.device_memory), composer, options)
+    return plan_by_hand(workload, options, machine, profile, composer.compose(search.as_offload()))
+
+
 def _set_up(
     workload: Workload, options: PlanOptions, machine: Machine, profile: Profile | None
 ) -> tuple[Setting, Composer]:
@@ -130,7 +137,8 @@ def _set_up(
     setting = Setting(
         workload, costs(workload, machine, profile, exact=exact), machine, options.early, options.overlap
     )
-    given = parse_modes(options.modes, [layer.name for layer in workload.layers])
+    none = {layer.name: LayerModes() for layer in workload.layers}
+    given = none | parse_modes(options.modes, [layer.name for layer in workload.layers if layer.parameters])
     _check_given(workload, setting.costs, given, exact)
     _check_host(workload, options)
     return setting, Composer(workload, setting.costs, options, given)
@@ -146,82 +154,6 @@ def smallest_that_fits(workload: Workload, choices: Sequence[Choice]) -> int:
         else:
             low = middle
     return high
-
-
-def build_plan(
-    setting: Setting,
-    options: PlanOptions,
-    evaluator: Evaluator,
-    outcome: Outcome,
-    *,
-    arms: dict[str, float] | None = None,
-    notes: Sequence[str] = (),
-) -> Plan:
-    """A judged choice as a plan."""
-    workload, shares, choice = setting.workload, outcome.shares, outcome.choice
-    run = evaluator.run(choice)
-    layers = tuple(_layer(setting, choice, run, number) for number in range(len(workload.layers)))
-    return Plan(
-        model=workload.name,
-        fingerprint=workload.fingerprint,
-        device=setting.machine.name,
-        dtype=workload.dtype,
-        micro_batch=workload.micro_batch,
-        sequence=workload.sequence,
-        numerics=options.numerics,
-        device_memory=options.device_memory,
-        host_memory=options.host_memory or 0,
-        layers=layers,
-        torch_nbytes=shares.torch,
-        pool_nbytes=shares.pool,
-        ring_nbytes=shares.ring,
-        stream_nbytes=shares.stream,
-        panel_nbytes=shares.panels,
-        pinned_nbytes=shares.pinned,
-        resident_nbytes=shares.states,
-        slab_nbytes=shares.slabs,
-        spare_slabs=choice.spares,
-        host_nbytes=host_nbytes(workload, choice),
-        seconds=outcome.seconds,
-        device_peak_nbytes=run.trace.peak_nbytes,
-        arms=arms or {},
-        notes=tuple(notes),
-    )
-
-
-def _layer(setting: Setting, choice: Choice, run: Run, number: int) -> LayerPlan:
-    spec, each, cost = setting.workload.layers[number], choice.layers[number], setting.costs[number]
-    owner = setting.workload.owners[number]
-    mode, machine = choice.layers[owner].weight, setting.machine
-    backward = cost.backward[mode, each.gradient].alone(machine)
-    if each.recompute:
-        backward += cost.recompute[mode].alone(machine)
-    copied = mode in NEEDS_SLAB or (mode is WeightMode.RESIDENT and each.state is StateMode.CPU)
-    update = run.iteration.update.get(number)
-    return LayerPlan(
-        spec.name,
-        spec.kind,
-        spec.parameters,
-        spec.weight_nbytes,
-        spec.gradient_nbytes,
-        spec.state_nbytes,
-        mode,
-        each.gradient,
-        each.state,
-        each.recompute,
-        each.resident_nbytes,
-        _device_nbytes(spec, mode, each.state) + each.resident_nbytes,
-        cost.forward[mode].alone(machine),
-        backward,
-        machine.load_seconds(slab_nbytes(spec, each) or spec.weight_nbytes) if copied and spec.parameters else 0.0,
-        0.0 if update is None else max(0.0, run.trace.ends[update] - run.begin),
-        cost.source,
-    )
-
-
-def _device_nbytes(spec: LayerSpec, weight: WeightMode, state: StateMode) -> int:
-    nbytes = spec.weight_nbytes if weight is WeightMode.RESIDENT else 0
-    return nbytes + (state_nbytes(spec) if state is StateMode.RESIDENT else 0)
 
 
 def _shapes(workload: Workload) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -263,6 +195,9 @@ def _arms(search: Search, evaluator: Evaluator, composer: Composer, baseline: Ou
     direct = evaluator(composer.compose(start))
     if direct is not None and start != composer.start():
         arms["the same, embeddings read in place"] = direct.seconds
+    default = evaluator(composer.compose(search.as_offload()))
+    if default is not None:
+        arms["what the runtime does without a plan"] = default.seconds
     for reserve, outcome in sorted(search.reserves.items(), reverse=True):
         arms[f"this plan, {reserve:.0%} of gradient bytes on the device"] = outcome.seconds
     return arms

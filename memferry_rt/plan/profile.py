@@ -7,6 +7,7 @@ Fields that are not listed are refused, those with a default may be left out.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -241,7 +242,7 @@ class Profile:
         Parameters
         ----------
         shapes : mapping
-            The shapes of every layer's parameters, by the layers' names.
+            The shapes of every layer's parameters, by the layers' names; their sizes count, not how they lie.
 
         Raises
         ------
@@ -263,8 +264,8 @@ class Profile:
             layer = self.layer(name)
             if layer is None:
                 raise PlanError(f"the profile has no layer {name!r}: it is of another model; profile again")
-            if sorted(layer.shapes) != sorted(map(tuple, expected)):
-                raise PlanError(f"the profile's {name!r} has other shapes: it is of another model; profile again")
+            if sorted(map(math.prod, layer.shapes)) != sorted(map(math.prod, expected)):
+                raise PlanError(f"the profile's {name!r} has other sizes: it is of another model; profile again")
 
 
 def dumps_profile(profile: Profile) -> str:

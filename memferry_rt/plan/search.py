@@ -193,6 +193,15 @@ class Search:
             return None
         return replace(self.knobs, gradients=modes)
 
+    def as_offload(self) -> Knobs:
+        """What `memferry_rt.offload` does without a plan.
+
+        What has room stays, first weights, then state; CPU and device share the other updates.
+        """
+        start = self._composer.start()
+        count = len(start.weights)
+        return replace(start, pin=count, states=count, share=self._balanced())
+
     # -- limits -------------------------------------------------------------------------------------------
     @property
     def _exhausted(self) -> bool:

@@ -7,6 +7,7 @@ from memferry_rt.plan import Batch, Dimensions, LayerKind, Workload, make_layer,
 MIB, GIB = 1 << 20, 1 << 30
 TINY = Dimensions(256, 4, 512, 4, 4096, fused=True)
 LLAMA_1B = Dimensions(2048, 22, 5632, 16, 32000, fused=True)
+LLAMA_3B = Dimensions(3200, 26, 8640, 25, 32000, fused=True)
 LARGE_VOCABULARY = Dimensions(2048, 22, 5632, 16, 256000, fused=True)
 
 

@@ -109,6 +109,7 @@ def test_host_memory_is_sixteen_bytes_a_parameter_and_no_less() -> None:
 def test_it_is_never_slower_than_streaming_everything(memory: int) -> None:
     plan = make_plan(decoder(LLAMA_1B, 8, 1024), PlanOptions(memory * GIB)).plan
     assert plan.seconds <= plan.arms["all streamed, updated by the CPU"]
+    assert plan.seconds <= plan.arms["what the runtime does without a plan"]
 
 
 def test_more_memory_is_not_worse() -> None:
@@ -198,6 +199,7 @@ def test_modes_by_hand_are_kept() -> None:
     ("modes", "error", "words"),
     [
         ("layers.*=dha", UnknownLayerError, "no layer is called 'layers"),
+        ("(small)=dha", UnknownLayerError, "no layer is called '.small.'"),
         ("blocks.0=ring", PlanError, "blocks.0 cannot have ring; it can have .*relaxed"),
         ("embedding=dha_then_load", PlanError, "embedding cannot have dha_then_load"),
         ("blocks.0=stream+state:resident", PlanError, "without weights that stay"),
@@ -222,6 +224,15 @@ def test_what_the_runtime_cannot_do_is_left_out() -> None:
     only = replace(options, host_kinds=frozenset(), modes="embedding=dha", gradient_modes=frozenset(GradientMode))
     assert make_plan(workload, only, slow).plan.layer("embedding").weight is WeightMode.DHA, "by hand it is"
     assert {layer.gradient for layer in make_plan(workload, only, slow).plan.layers} == {GradientMode.BUFFER}
+
+
+def test_a_layer_without_weights_of_its_own_has_no_modes() -> None:
+    tied = decoder(replace(TINY, tied=True))
+    plan = make_plan(tied, PlanOptions(GIB)).plan
+    assert "head" not in plan.modes
+    assert plan.layer("head").weight is plan.layer("embedding").weight
+    with pytest.raises(UnknownLayerError, match="no layer is called 'head'"):
+        make_plan(tied, PlanOptions(GIB, modes="head=dha"))
 
 
 def test_a_gradient_that_several_layers_add_to_is_not_written_in_place() -> None:

@@ -142,6 +142,7 @@ def test_it_holds_for_its_own_device_model_and_batch() -> None:
     PROFILE.check(
         device="Example device", torch="2.11.0", dtype="bfloat16", tokens=32, shapes={"embed": [(256, 64)]}
     )
+    PROFILE.check(shapes={"embed": [(64, 256)]})
     PROFILE.check()
 
 
@@ -153,7 +154,7 @@ def test_it_holds_for_its_own_device_model_and_batch() -> None:
         ({"dtype": "float32"}, "another dtype"),
         ({"tokens": 64}, "another number of tokens: 32, and this is 64"),
         ({"shapes": {"head": [(256, 64)]}}, "no layer 'head'"),
-        ({"shapes": {"embed": [(512, 64)]}}, "'embed' has other shapes"),
+        ({"shapes": {"embed": [(512, 64)]}}, "'embed' has other sizes"),
     ],
 )
 def test_for_anything_else_it_is_refused(other: dict[str, Any], words: str) -> None:

@@ -84,7 +84,7 @@ def test_everything_is_kept(memferry: Command, tmp_path: Path) -> None:
     assert {bound["name"] for bound in document["bounds"]} == {"compute", "H2D", "D2H", "CPU", "DRAM"}
     assert max(nbytes for _, nbytes in document["memory"]["device"]) <= plan.device_peak_nbytes <= 6 << 30
     kinds = {span["kind"] for span in document["timeline"]}
-    assert {"F", "B", "U", "G"} <= kinds
+    assert {"F", "B", "U", "L"} <= kinds <= {"F", "B", "U", "L", "G"}
     assert all(0 <= span["start"] < span["end"] <= plan.seconds * (1 + 1e-9) for span in document["timeline"])
 
 
@@ -164,6 +164,13 @@ def test_modes_by_hand_are_simulated(memferry: Command, tmp_path: Path) -> None:
     assert 0 < document["usage"]["H2D"] <= 1
 
 
+def test_what_the_runtime_does_by_itself_is_simulated(memferry: Command) -> None:
+    by_itself, streamed = memferry("simulate", *LLAMA, "--auto"), memferry("simulate", *LLAMA)
+    assert by_itself.status == streamed.status == 0
+    times = [float(values(outcome.out, "iteration")[0].split()[0]) for outcome in (by_itself, streamed)]
+    assert times[0] < times[1]
+
+
 def test_several_ranks_share_the_host(memferry: Command) -> None:
     outcome = memferry("simulate", *LLAMA, "--fixture", "hgx-h200-x8", "--ranks", "8")
     assert outcome.status == 0
@@ -220,6 +227,7 @@ MISTAKES: list[tuple[tuple[str, ...], list[str]]] = [
     (("plan", "--compare", "/nowhere.json", "/nowhere.json"), ["--compare", "/nowhere.json cannot be read"]),
     (("simulate", "--preset", "llama-1b"), ["--device-memory: give the budget", "--plan"]),
     (("simulate", "--plan", "/nowhere.json"), ["--plan", "/nowhere.json cannot be read"]),
+    (("simulate", *LLAMA, "--auto", "--modes", "head=dha"), ["--auto", "leave --plan, --modes"]),
     (("simulate", *LLAMA, "--ablation", "--modes", "head=dha"), ["--ablation", "leave --plan and --modes out"]),
 ]
 

@@ -46,6 +46,9 @@ def command(
     helpers: HELPERS = False,
     modes: MODES = None,
     early: EARLY = False,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="What memferry train does by itself today, without a plan.")
+    ] = False,
     ablation: Annotated[
         bool, typer.Option("--ablation", help="What each of the scheduler's ideas gains by itself.")
     ] = False,

@@ -10,7 +10,7 @@ from memferry_allocator import format_size
 from memferry_rt.errors import PlanError
 from memferry_rt.plan import Plan, Planned, PlanOptions, find_bounds, load_plan, usage
 from memferry_rt.plan.arms import ablation
-from memferry_rt.plan.planner import plan_by_hand
+from memferry_rt.plan.planner import plan_as_offload, plan_by_hand
 
 from ..errors import ToolError
 from ..files import check_writable, write_json, write_whole
@@ -33,6 +33,7 @@ class SimulateJob:
     options: PlanOptions
     plan: Plan | None
     ablation: bool
+    auto: bool
     json: Path | None
     plot: Path | None
 
@@ -60,8 +61,11 @@ class SimulateJob:
             raise ToolError(f"--{error}") from None
         if settings["ablation"] and (plan is not None or settings["modes"]):
             raise ToolError("--ablation: its arms choose the modes; leave --plan and --modes out")
+        if settings["auto"] and (plan is not None or settings["modes"] or settings["ablation"]):
+            raise ToolError("--auto: it is what the runtime does by itself; leave --plan, --modes, --ablation out")
         files = (path(settings[name], f"--{name}") for name in ("json", "plot"))
-        return cls(build_model(**settings), build_host(**settings), options, plan, settings["ablation"], *files)
+        what = (settings["ablation"], settings["auto"])
+        return cls(build_model(**settings), build_host(**settings), options, plan, *what, *files)
 
 
 def run(job: SimulateJob) -> int:
@@ -82,6 +86,8 @@ def run(job: SimulateJob) -> int:
 def _planned(job: SimulateJob) -> Planned:
     machine, profile = find_machine(job.host)
     workload = find_workload(job.model, profile)
+    if job.auto:
+        return plan_as_offload(workload, job.options, machine, profile)
     if job.plan is None:
         return plan_by_hand(workload, job.options, machine, profile)
     job.plan.check(workload)
