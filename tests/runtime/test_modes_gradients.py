@@ -344,3 +344,20 @@ def test_rows_written_in_another_mode_do_not_stay() -> None:
         return gradients(model)
 
     assert equal(*both(act))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's own
+@pytest.mark.parametrize("plan", ["blocks.*=ring+inplace", "blocks.*=dha_then_load+inplace", "blocks.*=dha"])
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_compiled_blocks_and_forwards_without_gradients(plan: str, without: Any) -> None:
+    def act(model: Any) -> Any:
+        for block in model.blocks:
+            block.compile(backend="eager")
+        with without():
+            first = model(tokens(5)[:, :-1]).clone()
+        next_token_loss(model, 0).backward()
+        with without():
+            second = model(tokens(6)[:, :-1]).clone()
+        return [first, second, *gradients(model)]
+
+    assert equal(*both(act, plan=plan))
