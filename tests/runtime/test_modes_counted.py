@@ -11,7 +11,7 @@ from torch import nn
 
 import memferry_rt
 from memferry_allocator import EmulatedOptions
-from memferry_rt import LayerReport, panels
+from memferry_rt import LayerReport, cuts
 
 from .models import SEQUENCE, VOCABULARY, WIDTH, Decoder, checkpointed, next_token_loss, plainly
 
@@ -122,7 +122,7 @@ def test_block_that_is_read_at_home_takes_no_slab() -> None:
 @pytest.mark.parametrize("panel", [1 << 20, 2048])
 def test_linears_through_the_ring(panel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows for the forward and columns for the input gradient: two copies, and the ring is all they take."""
-    monkeypatch.setattr(panels, "PANEL", panel)
+    monkeypatch.setattr(cuts, "PANEL", panel)
     seen = one_step({"blocks.*": "ring+inplace"})
     matrix = 4 * WIDTH * WIDTH * 4
     for name in ("blocks.0", "blocks.1"):
@@ -130,7 +130,7 @@ def test_linears_through_the_ring(panel: int, monkeypatch: pytest.MonkeyPatch) -
         assert layer.copied_in == 2 * 2 * matrix
         assert layer.copied_out == layer.pool_nbytes == 0
         assert layer.read_in_place == 5 * WIDTH * 4 + 2 * 2 * WIDTH * 4  # biases, and the norm twice
-    assert seen.report.panels_nbytes == panels.SLOTS * min(panel, matrix)
+    assert seen.report.panels_nbytes == cuts.SLOTS * min(panel, matrix)
     copied = sum(layer.copied_in for layer in seen.report.per_layer)
     assert copied == seen.report.host_to_device_nbytes
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memferry_rt import panels
+from memferry_rt import cuts
 
 from .forgetting import redundant_waits
 from .harness import Job
@@ -52,7 +52,7 @@ def test_every_wait_counts(
     share: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(panels, "PANEL", 4096)
+    monkeypatch.setattr(cuts, "PANEL", 4096)
     job = Job(lambda: Decoder(run, layers=1), next_token_loss, accumulate=accumulate, steps=3, lr=1e-3)
     redundant, last = redundant_waits(
         job, monkeypatch, some=True, async_step=async_step, share=share, optimizer_split=split, plan=plan
