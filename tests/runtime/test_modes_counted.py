@@ -12,6 +12,8 @@ from torch import nn
 import memferry_rt
 from memferry_allocator import EmulatedOptions
 from memferry_rt import LayerReport, cuts
+from memferry_rt.adapters.torch import contributions, exactness, norm
+from memferry_rt.adapters.torch.operators import ExactModes
 
 from .models import SEQUENCE, VOCABULARY, WIDTH, Decoder, checkpointed, next_token_loss, plainly
 
@@ -190,3 +192,21 @@ def test_new_weights_of_what_is_read_at_home_go_home() -> None:
     """Also where the device has made them."""
     seen = one_step("blocks.*=dha", optimizer_split=1.0, device_memory="1MiB")
     assert seen.layers["blocks.0"].pool_nbytes == 0
+
+
+def test_panels_that_would_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the weight is read at home, and its gradient made whole before it is written there."""
+    monkeypatch.setattr(cuts, "PANEL", 2048)
+    monkeypatch.setattr(norm, "PIECE", 512)
+    monkeypatch.setattr(exactness, "exact_modes", lambda *_, **__: ExactModes(*[False] * 6))
+    dense: list[int] = []
+    make = contributions.LinearWeight.dense
+    monkeypatch.setattr(contributions.LinearWeight, "dense", lambda self: dense.append(1) or make(self))
+    matrix = 4 * WIDTH * WIDTH * 4
+    for numerics, copied, made in (("exact", 0, 2 * 2 * 2), ("relaxed", 4 * matrix, 0)):
+        dense.clear()
+        layer = one_step({"blocks.*": "ring+inplace"}, numerics=numerics).layers["blocks.0"]
+        assert layer.copied_in == copied
+        assert layer.read_in_place >= 4 * matrix - copied
+        assert layer.written_in_place == 2 * matrix + (5 + 2) * WIDTH * 4
+        assert len(dense) == made

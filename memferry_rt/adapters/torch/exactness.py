@@ -30,7 +30,6 @@ class Exactness:
         self._factory = factory
         self._relaxed = relaxed
         self._found: dict[tuple[LinearShape, int, int, bool], ExactModes] = {}
-        self.differing: set[LinearShape] = set()
 
     def ring(self, shape: LinearShape, row_step: int, column_step: int) -> bool:
         """Whether weights may come in panels of so many rows in forward, and of so many columns in backward."""
@@ -51,10 +50,7 @@ class Exactness:
         found = self._found.get(key)
         if found is None:
             found = self._found[key] = self._try(shape, row_step, column_step)
-        if not right(found):
-            self.differing.add(shape)
-            return False
-        return True
+        return right(found)
 
     def _try(self, shape: LinearShape, row_step: int, column_step: int) -> ExactModes:
         with contextlib.ExitStack() as arenas:
