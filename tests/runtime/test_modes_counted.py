@@ -194,11 +194,18 @@ def test_new_weights_of_what_is_read_at_home_go_home() -> None:
     assert seen.layers["blocks.0"].pool_nbytes == 0
 
 
-def test_panels_that_would_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("full", [False, True], ids=["differ", "no-room-to-try"])
+def test_panels_that_would_differ_are_not_used(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the weight is read at home, and its gradient made whole before it is written there."""
+
+    def trial(*_: Any, **__: Any) -> ExactModes:
+        if full:
+            raise torch.OutOfMemoryError
+        return ExactModes(*[False] * 6)
+
     monkeypatch.setattr(cuts, "PANEL", 2048)
     monkeypatch.setattr(norm, "PIECE", 512)
-    monkeypatch.setattr(exactness, "exact_modes", lambda *_, **__: ExactModes(*[False] * 6))
+    monkeypatch.setattr(exactness, "exact_modes", trial)
     dense: list[int] = []
     make = contributions.LinearWeight.dense
     monkeypatch.setattr(contributions.LinearWeight, "dense", lambda self: dense.append(1) or make(self))
