@@ -233,7 +233,8 @@ def test_embedding_with_padding_and_frequencies() -> None:
         assert equal(*results)
 
 
-def test_frozen_weights_in_place() -> None:
+@pytest.mark.parametrize("plan", [INPLACE, {"blocks.*": "ring"}, {"blocks.*": "ring+inplace"}])
+def test_frozen_weights(plan: dict[str, str]) -> None:
     def build() -> nn.Module:
         model = Decoder(layers=2)
         model.embedding.weight.requires_grad_(False)
@@ -241,7 +242,20 @@ def test_frozen_weights_in_place() -> None:
         return model
 
     job = Job(build, next_token_loss, steps=3)
-    assert_same(plain(job), offloaded(job, share=3.0, plan=INPLACE))
+    assert_same(plain(job), offloaded(job, share=3.0, plan=plan))
+
+
+def test_weights_that_lie_column_by_column() -> None:
+    def build() -> nn.Module:
+        model = Decoder(layers=2)
+        for block in model.blocks:
+            block.up.weight = nn.Parameter(block.up.weight.detach().t().contiguous().t())
+        return model
+
+    job = Job(build, next_token_loss, steps=3)
+    streamed = offloaded(job, share=3.0)
+    for mode in ("ring+inplace", "dha+inplace", "dha_then_load"):
+        assert_same(streamed, offloaded(job, share=3.0, plan={"blocks.*": mode}))
 
 
 @pytest.mark.parametrize("kind", ["linear", "embedding", "tied"])
@@ -344,3 +358,20 @@ def test_rows_written_in_another_mode_do_not_stay() -> None:
         return gradients(model)
 
     assert equal(*both(act))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's own
+@pytest.mark.parametrize("plan", ["blocks.*=ring+inplace", "blocks.*=dha_then_load+inplace", "blocks.*=dha"])
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_compiled_blocks_and_forwards_without_gradients(plan: str, without: Any) -> None:
+    def act(model: Any) -> Any:
+        for block in model.blocks:
+            block.compile(backend="eager")
+        with without():
+            first = model(tokens(5)[:, :-1]).clone()
+        next_token_loss(model, 0).backward()
+        with without():
+            second = model(tokens(6)[:, :-1]).clone()
+        return [first, second, *gradients(model)]
+
+    assert equal(*both(act, plan=plan))
