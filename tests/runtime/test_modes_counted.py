@@ -15,7 +15,7 @@ from memferry_rt import LayerReport, cuts
 from memferry_rt.adapters.torch import contributions, exactness, norm
 from memferry_rt.adapters.torch.operators import ExactModes
 
-from .models import SEQUENCE, VOCABULARY, WIDTH, Decoder, checkpointed, next_token_loss, plainly
+from .models import SEQUENCE, VOCABULARY, WIDTH, Decoder, checkpointed, next_token_loss, plainly, twice
 
 TOKENS = 3 * SEQUENCE
 ROW = WIDTH * 4
@@ -217,3 +217,11 @@ def test_panels_that_would_differ_are_not_used(full: bool, monkeypatch: pytest.M
         assert layer.read_in_place >= 4 * matrix - copied
         assert layer.written_in_place == 2 * matrix + (5 + 2) * WIDTH * 4
         assert len(dense) == made
+
+
+def test_sums_of_one_module_are_made_in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A linear layer that is called twice never has its gradient in device memory whole."""
+    monkeypatch.setattr(norm, "PIECE", 512)
+    monkeypatch.setattr(contributions.LinearWeight, "dense", lambda self: pytest.fail("made whole"))
+    seen = one_step("blocks.*=dha+inplace", run=twice)
+    assert seen.layers["blocks.0"].written_in_place == seen.gradients["blocks.0"]

@@ -143,9 +143,11 @@ def test_weights_that_several_use(micro_steps: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["stream+inplace", "dha+inplace", "ring+inplace"])
-def test_gradients_that_arrive_twice_in_one_backward(mode: str) -> None:
+@pytest.mark.parametrize("around", [False, True])
+def test_gradients_that_arrive_twice_in_one_backward(mode: str, around: bool) -> None:
     """As of a block that a re-entrant checkpoint runs, and the model itself once more."""
-    job = Job(lambda: Decoder(_twice_checkpointed, layers=2), next_token_loss, steps=3, lr=1e-3)
+    run = _around_a_checkpoint if around else _twice_checkpointed
+    job = Job(lambda: Decoder(run, layers=2), next_token_loss, steps=3, lr=1e-3)
     for share in (1.7, 20.0):
         assert_same(plain(job), offloaded(job, share=share, plan={"blocks.*": mode}, spare_slabs=3))
 
@@ -153,6 +155,13 @@ def test_gradients_that_arrive_twice_in_one_backward(mode: str) -> None:
 def _twice_checkpointed(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
     for block in blocks:
         x = block(checkpoint(block, x, use_reentrant=True))
+    return x
+
+
+def _around_a_checkpoint(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    """A backward within a backward, while the outer one has half of a gradient."""
+    for block in blocks:
+        x = block(checkpoint(block, block(x), use_reentrant=True))
     return x
 
 

@@ -169,17 +169,21 @@ class GradientFlow(GradientHomes):
             self._at_end_of_backward()
 
     # -- gradients that are made at home ----------------------------------------------------------------
-    def offer(self, slot: GradientSlot, contribution: Contribution) -> torch.Tensor:
+    def offer(self, slot: GradientSlot, contribution: Contribution) -> torch.Tensor | None:
         """What a module's backward gives autograd for a parameter.
 
         If the gradient can be made at home, that is something without memory in its place, which autograd adds to
-        whatever else there is of it; nobody but the slot may see it.  Otherwise it is the gradient.
+        whatever else there is of it, and nothing the next times; nobody but the slot may see it.  Otherwise it is
+        the gradient.
         """
         home = self._homes[slot.layer]
         may = slot.layer.plan.gradient is GradientMode.INPLACE and not home.on_device
         if not may or not slot.is_alone or not self._accumulates(slot):
             return contribution.dense()
+        first = all(earlier.task != contribution.task for earlier in slot.pending)
         slot.pending.append(contribution)
+        if not first:
+            return None
         parameter = slot.parameter
         return torch.full((), -0.0, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
@@ -203,10 +207,11 @@ class GradientFlow(GradientHomes):
     def _arrives_at_home(
         self, slot: GradientSlot, given: torch.Tensor | None, pending: Sequence[Contribution]
     ) -> bool:
-        """Make a gradient at home if one module alone adds to it; whether it is there."""
+        """Make a gradient at home if modules alone add to it, of one kind; whether it is there."""
         alone = given is not None and given.numel() > 0 and not any(given.stride())
         partial = slot.parameter.grad
-        if len(pending) > 1 or not alone or not (partial is None or partial is slot.home):
+        whole = _joined(pending) if partial is None or len(pending) == 1 else None
+        if whole is None or not alone or not (partial is None or partial is slot.home):
             return False
         stream, home = self._stream(), self._homes[slot.layer]
         self._settle(slot.layer)
@@ -221,12 +226,12 @@ class GradientFlow(GradientHomes):
         known = slot.written_rows
         rows = known[1] if known is not None and known[0] == slot.home._version else None
         spans = [self._home_span(slot)]
-        box = self._outbox(slot, pending[0]) if partial is None else None
+        box = self._outbox(slot, whole) if partial is None else None
         if box is None:
             with self._driver.launch(
                 stream, reads=[] if partial is None else spans, writes=spans, label=f"gradient of {slot.name}"
             ):
-                written = pending[0].write(
+                written = whole.write(
                     slot.home,
                     partial=partial is not None,
                     rows=rows,
@@ -234,7 +239,7 @@ class GradientFlow(GradientHomes):
                     scatter=None if self._moves is None else (self._moves, stream),
                 )
         else:
-            written = pending[0].write(slot.home, partial=False, rows=rows, complete=complete, outbox=box)
+            written = whole.write(slot.home, partial=False, rows=rows, complete=complete, outbox=box)
         slot.layer.traffic.written_in_place += written.nbytes
         slot.layer.traffic.read_in_place += written.nbytes_read
         slot.written_rows = None if written.rows is None else (slot.home._version, written.rows)
@@ -369,6 +374,7 @@ class GradientFlow(GradientHomes):
         self.finish()
         for slot in self.slots:
             slot.micro_steps = 0
+            slot.pending.clear()  # of backwards that failed
         present = [slot for slot in self.slots if slot.parameter.grad is not None]
         self._separate(present)
         for slot in present:
@@ -407,3 +413,10 @@ def _sum(pending: Sequence[Contribution], given: torch.Tensor | None) -> torch.T
         for contribution in pending[1:]:
             total = total + contribution.dense()
         return total if given is None else total + given
+
+
+def _joined(pending: Sequence[Contribution]) -> Contribution | None:
+    whole: Contribution | None = pending[0]
+    for contribution in pending[1:]:
+        whole = None if whole is None else whole.joined(contribution)
+    return whole
