@@ -217,7 +217,7 @@ extern "C" __global__ void memferry_move(uint4 *target, unsigned target_pitch, c
     move_rows<AHEAD>(target, target_pitch, source, source_pitch, width, count, settle);
 }
 
-/* Blocks of one warp that fit beside a matrix product's, which leave a multiprocessor no more than 1024 registers. */
+/* Blocks of one warp and 1024 registers, which are to find room beside a matrix product's blocks. */
 extern "C" __global__ void FEW_REGISTERS memferry_seep(uint4 *target, unsigned target_pitch, const uint4 *source,
                                                        unsigned source_pitch, unsigned width, unsigned count,
                                                        int settle) {

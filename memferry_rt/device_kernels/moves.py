@@ -28,10 +28,10 @@ class Spread:
     blocks : int
         No more than keep the link busy: the others' multiprocessors are somebody else's.
     warps : bool
-        Blocks of a single warp with few registers, which fit beside the blocks of a matrix product; otherwise
+        Blocks of a single warp with few registers, which are to find room beside those of a product; otherwise
         large ones, each of which has a multiprocessor for itself.
     settle : bool
-        No thread goes on before what it has written is in place: the way to the link does not fill up.
+        No thread goes on before what it has written is in place: less is on its way at a time.
     """
 
     blocks: int

@@ -118,7 +118,7 @@ def test_rows_of_an_embedding_alone_are_written() -> None:
 
 def test_block_that_is_read_at_home_takes_no_slab() -> None:
     layer = one_step({"blocks.*": "dha+inplace"}).layers["blocks.0"]
-    assert layer.pool_nbytes == layer.copied_out == layer.copied_in == 0
+    assert layer.pool_nbytes == layer.copied_in == 0
 
 
 @pytest.mark.parametrize("panel", [1 << 20, 2048])
@@ -130,7 +130,8 @@ def test_linears_through_the_ring(panel: int, monkeypatch: pytest.MonkeyPatch) -
     for name in ("blocks.0", "blocks.1"):
         layer = seen.layers[name]
         assert layer.copied_in == 2 * 2 * matrix
-        assert layer.copied_out == layer.pool_nbytes == 0
+        assert layer.pool_nbytes == 0
+        assert _sent_home(layer) == seen.gradients[name]
         assert layer.read_in_place == 5 * WIDTH * 4 + 2 * 2 * WIDTH * 4  # biases, and the norm twice
     assert seen.report.panels_nbytes == cuts.SLOTS * min(panel, matrix)
     copied = sum(layer.copied_in for layer in seen.report.per_layer)
@@ -142,7 +143,7 @@ def test_block_in_place_reads_its_weights_in_forward_and_linears_again_in_backwa
     layer = seen.layers["blocks.0"]
     linears, biases, norm = 2 * 4 * WIDTH * WIDTH * 4, 5 * WIDTH * 4, 2 * WIDTH * 4
     assert layer.read_in_place == 2 * linears + biases + 2 * norm
-    assert layer.written_in_place == seen.gradients["blocks.0"]
+    assert _sent_home(layer) == seen.gradients["blocks.0"]
 
 
 def test_loaded_for_backward_alone() -> None:
@@ -169,15 +170,13 @@ def test_resident_weights_are_copied_once_after_each_update() -> None:
 def test_gradients_in_place_need_no_ring() -> None:
     seen = one_step("*=stream+inplace")
     assert seen.report.ring_nbytes == 0
-    assert all(layer.copied_out == 0 for layer in seen.layers.values())
-    written = {name: layer.written_in_place for name, layer in seen.layers.items()}
-    assert written["blocks.0"] == seen.gradients["blocks.0"]
+    assert _sent_home(seen.layers["blocks.0"]) == seen.gradients["blocks.0"]
 
 
 def test_sums_in_place_are_read_and_written() -> None:
     seen = one_step("blocks.*=stream+inplace", micro_steps=2)
     layer = seen.layers["blocks.0"]
-    assert layer.written_in_place == 2 * seen.gradients["blocks.0"]
+    assert _sent_home(layer) == 2 * seen.gradients["blocks.0"]
     assert layer.read_in_place == seen.gradients["blocks.0"]
 
 
@@ -215,7 +214,8 @@ def test_panels_that_would_differ_are_not_used(full: bool, monkeypatch: pytest.M
         layer = one_step({"blocks.*": "ring+inplace"}, numerics=numerics).layers["blocks.0"]
         assert layer.copied_in == copied
         assert layer.read_in_place >= 4 * matrix - copied
-        assert layer.written_in_place == 2 * matrix + (5 + 2) * WIDTH * 4
+        assert layer.written_in_place == (2 * matrix if made else 0) + (5 + 2) * WIDTH * 4
+        assert layer.copied_out == (0 if made else 2 * matrix)
         assert len(dense) == made
 
 
@@ -224,4 +224,9 @@ def test_sums_of_one_module_are_made_in_panels(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(norm, "PIECE", 512)
     monkeypatch.setattr(contributions.LinearWeight, "dense", lambda self: pytest.fail("made whole"))
     seen = one_step("blocks.*=dha+inplace", run=twice)
-    assert seen.layers["blocks.0"].written_in_place == seen.gradients["blocks.0"]
+    assert _sent_home(seen.layers["blocks.0"]) == seen.gradients["blocks.0"]
+
+
+def _sent_home(layer: LayerReport) -> int:
+    """Gradients' bytes: in panels by the copy engine, and by kernels."""
+    return layer.copied_out + layer.written_in_place

@@ -240,7 +240,8 @@ class GradientFlow(GradientHomes):
                 )
         else:
             written = whole.write(slot.home, partial=False, rows=rows, complete=complete, outbox=box)
-        slot.layer.traffic.written_in_place += written.nbytes
+        if box is None:  # what the copy engine carries home it has counted
+            slot.layer.traffic.written_in_place += written.nbytes
         slot.layer.traffic.read_in_place += written.nbytes_read
         slot.written_rows = None if written.rows is None else (slot.home._version, written.rows)
         slot.norm = written.norm

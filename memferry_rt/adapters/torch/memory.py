@@ -130,9 +130,9 @@ class DeviceMemory:
         self.ring = StagingRing(pool, self.budget.ring, stream, wait=self._wait) if self.budget.ring else None
         if any(layer.plan.gradient is GradientMode.INPLACE for layer in self._layers):
             self.moves = self.moves or open_moves(self._driver, self._device)
-        if self.budget.outgoing and self.moves is not None:
+        if self.budget.outgoing:
             ring = StagingRing(pool, self.budget.outgoing, stream, wait=self._wait)
-            self.outgoing = Outgoing(self.engine, self._factory, ring, self.moves, self._stream)
+            self.outgoing = Outgoing(self.engine, self._factory, ring, self._stream)
 
     @property
     def bytes_moved(self) -> dict[Direction, int]:

@@ -10,7 +10,6 @@ from memferry_allocator import Driver, Span, Stream
 from memferry_transport import TransferEngine
 
 from ...device_kernels import DeviceMoves, open_device_moves
-from ...device_kernels.moves import UNIT
 from ...errors import DeviceKernelError
 from ...staging import StagingRing
 from .operators import LaneOutbox
@@ -18,7 +17,10 @@ from .tensors import TensorFactory
 
 
 class Outgoing:
-    """A ring of two panels, and kernels of a few blocks that write them home.
+    """A ring of two panels, and the copy engine that carries them home.
+
+    A kernel that writes to host memory takes a product beside it more time than the panel is worth
+    (`benchmarks.dha`, *beside*); a copy engine takes it none.
 
     Parameters
     ----------
@@ -26,7 +28,6 @@ class Outgoing:
         Whose lane out of the device carries.
     factory : TensorFactory
     ring : StagingRing
-    moves : DeviceMoves
     stream : callable
         The stream on which the calling thread's kernels run.
     """
@@ -36,19 +37,17 @@ class Outgoing:
         engine: TransferEngine,
         factory: TensorFactory,
         ring: StagingRing,
-        moves: DeviceMoves,
         stream: Callable[[], Stream],
     ) -> None:
         self._engine = engine
         self._factory = factory
         self._ring = ring
-        self._moves = moves
         self._stream = stream
         self._tensors: dict[Span, torch.Tensor] = {}
 
     def box(self, home: Span, panel_nbytes: int) -> LaneOutbox | None:
-        """For one gradient, by its home's host address; None where panels do not fit, or not the kernel."""
-        if panel_nbytes > self._ring.nbytes // 2 or panel_nbytes % UNIT or home.nbytes % UNIT:
+        """For one gradient, by its home's host address; None where panels do not fit."""
+        if panel_nbytes > self._ring.nbytes // 2:
             return None
         return LaneOutbox(
             self._engine.driver,
@@ -57,7 +56,6 @@ class Outgoing:
             self._tensor,
             stream=self._stream(),
             home=home,
-            moves=self._moves,
         )
 
     def close(self, stream: Stream) -> None:
