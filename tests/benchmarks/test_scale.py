@@ -9,6 +9,7 @@ from benchmarks import records, scale
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_two_ranks_on_the_emulated_device(tmp_path: Path) -> None:
     session = scale.Session("emulated", "tiny", 1, limit_s=240)
     file = records.Records(tmp_path / "scale.json", "scale", list(scale.ROWS), scale.summarise)
