@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from memferry_allocator import Direction
 
 from .layer import LayerState
+from .planned import notes_of
 from .report import LayerReport, Report
 
 if TYPE_CHECKING:
@@ -44,8 +45,18 @@ def report_of(runtime: Runtime) -> Report:
         steps=runtime.steps,
         skipped_steps=runtime.skipped_steps,
         grad_norm=runtime.grad_norm,
+        plan_source=runtime.plan_source,
+        plan_notes=plan_notes(runtime),
         per_layer=tuple(_layer_report(runtime, layer) for layer in runtime.layers),
     )
+
+
+def plan_notes(runtime: Runtime) -> tuple[str, ...]:
+    """What is done otherwise than the plan has it, now."""
+    if runtime.plan is None:
+        return ()
+    streaming = runtime.memory.streaming is not None
+    return notes_of(runtime.plan, runtime.options, spares=runtime.spares, streaming=streaming)
 
 
 def _layer_report(runtime: Runtime, layer: LayerState) -> LayerReport:
@@ -60,6 +71,7 @@ def _layer_report(runtime: Runtime, layer: LayerState) -> LayerReport:
         name=layer.name,
         weight_mode=plan.weight.value,
         gradient_mode=plan.gradient.value,
+        state_mode="" if plan.state is None else plan.state.value,
         loaded_modules=plan.loaded,
         pool_nbytes=pool,
         **dataclasses.asdict(traffic),

@@ -18,6 +18,7 @@ from ...errors import OffloadError, UnsupportedError
 from ...options import OffloadOptions
 from ...pages import SlabPages
 from ...plan.modes import WeightMode
+from ...plan.plan import Plan
 from ...stalls import StallMeter
 from ...updates import UpdateQueue
 from .adam_state import AdamPatch
@@ -33,7 +34,7 @@ from .gradients import GradientFlow
 from .guards import ModelGuards
 from .layer import DeviceViews, Geometry, LayerState, ViewKey
 from .memory import DeviceMemory
-from .modes import LayerPlan, Plan
+from .modes import GivenPlan, LayerPlan
 from .parallel import RankGradients, Ranks, RankUpdates
 from .planning import Planning
 from .report import Report
@@ -76,6 +77,7 @@ class Runtime:
         update: DeviceUpdate | None,
         spares: int,
         ranks: Ranks | None = None,
+        plan: GivenPlan | None = None,
     ) -> None:
         self.model = model
         self.options = options
@@ -84,7 +86,9 @@ class Runtime:
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.steps = 0
+        self.spares = spares
         self._closed = False
+        self._know(plan)
         self._planning = planning
         layouts = planning.layouts
         self._last_used: LayerState | None = None
@@ -488,11 +492,12 @@ class Runtime:
         self.memory.resize(larger)
         self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
 
-    def set_plan(self, plan: Plan) -> None:
+    def set_plan(self, plan: GivenPlan) -> None:
         """Change the modes of layers between two steps; see `memferry_rt.set_plan`."""
         self._require_open()
         plans = self._planning.resolve(plan)
         budget = self._planning.budget(plans).replacing(self.memory.budget)
+        self._know(plan)
         self.synchronize()
         self.scopes.reset()
         self.step_updates.refuse_aliases(self.layers)
@@ -505,6 +510,11 @@ class Runtime:
         self.dispatch.apply()
         self.memory.resize(budget)
         self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
+
+    def _know(self, plan: GivenPlan | None) -> None:
+        """Remember who planned."""
+        self.plan: Plan | None = plan if isinstance(plan, Plan) else None
+        self.plan_source = "default" if plan is None else "by hand" if self.plan is None else "given plan"
 
     def _drop_device_copies(self) -> None:
         self.saved.forget()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
-from memferry_rt import Report
+from memferry_rt import PlanError, Report
+from memferry_rt.plan import Plan, load_plan
 
 from ..errors import ToolError
 from ..screen import Screen
@@ -99,7 +101,7 @@ def _train(
         device_memory=options.device_memory,
         host_memory=options.host_memory,
         pool_memory=options.pool_memory,
-        mode=options.mode,
+        plan=options.mode if options.plan is None else _plan(options.plan, recipe),
         async_step=options.async_step,
         workers=workers,
     )
@@ -115,6 +117,19 @@ def _train(
             shown = _shown(show, recipe)
             run = run_steps(training, recipe, shown, keep_parameters=options.verify, first=first, save=save)
         return run, training.report()
+
+
+def _plan(file: Path, recipe: Recipe) -> Plan:
+    try:
+        plan = load_plan(file)
+    except PlanError as error:
+        raise ToolError(f"--plan: {error}") from None
+    if (plan.micro_batch, plan.sequence) != (recipe.micro_batch, recipe.seq):
+        raise ToolError(
+            f"--plan: it is for micro-batches of {plan.micro_batch} x {plan.sequence} tokens, and these have "
+            f"{recipe.micro_batch} x {recipe.seq}; give --micro-batch and --seq as the plan has them, or plan anew"
+        )
+    return plan
 
 
 def _verify(run: Run, recipe: Recipe, batches: Batches, target: Target, screen: Screen, first: int) -> Comparison:

@@ -50,7 +50,11 @@ def placement_rows(report: Report, recipe: Recipe) -> list[Row]:
     weights, gradients = recipe.weight_nbytes, recipe.gradient_nbytes
     state = report.host_nbytes - weights - gradients
     share = report.device_memory / weights
+    planned = (
+        [] if report.plan_source == "default" else [("plan", "; ".join((report.plan_source, *report.plan_notes)))]
+    )
     return [
+        *planned,
         (
             "budget",
             f"{format_size(report.device_memory)} of device memory, {share:.0%} of the weights: pool "
