@@ -54,3 +54,10 @@ def test_a_file_that_is_no_plan_is_refused(train: Command, text_file: Path) -> N
     refused = train("--plan", str(text_file), "--steps", "1")
     assert refused.status == 2
     assert "--plan: plan " in refused.err
+
+
+def test_auto_plans_after_the_first_step(train: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    done = train("--plan", "auto", "--steps", "4", "--verify")
+    assert done.status == 0, done.err
+    assert "auto, from formulas" in done.out or "default; " in done.out

@@ -81,6 +81,8 @@ class Budget:
         The smallest pool that works, one that lets weights arrive ahead of their use, and one that holds all.
     device : int or None
         The CUDA device whose torch allocator is capped; None on the emulated device.
+    granted : int
+        The largest pool that torch has left room for; plans that need less do not take it from those that follow.
     """
 
     total: int
@@ -104,6 +106,7 @@ class Budget:
     outgoing: int = 0
     most_outgoing: int = 0
     states: tuple[int, ...] = ()
+    granted: int = 0
 
     @property
     def torch_limit(self) -> int:
@@ -157,7 +160,8 @@ class Budget:
         """This budget in the pool of `other`, as it has grown, where that is enough."""
         if self.device is None or self.fixed:
             return self
-        return replace(self, pool=max(self.least, min(other.pool, self.wanted))).shared()
+        granted = max(other.pool, other.granted)
+        return replace(self, pool=max(self.least, min(granted, self.wanted)), granted=granted).shared()
 
     def shared(self) -> Budget:
         """With the pool shared: first what weights must have, then the rings, the other weights, and state.

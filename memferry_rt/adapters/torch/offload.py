@@ -119,7 +119,9 @@ def offload(
         patterns of layer names: where weights are read (``resident``, ``stream``, ``dha``, ``dha_then_load``,
         ``ring``) and how gradients leave (``buffer``, ``inplace``).  By default ``stream+buffer``.  Or a
         `memferry_rt.plan.Plan` of this model, of `make_plan` or `load_plan`, which also says who updates each
-        layer and how many spare slabs there are.  `set_plan` changes it later.
+        layer and how many spare slabs there are.  ``"auto"``: a plan is made after the first step, tried against
+        the default and kept if it is faster; see `plan_of` and ``report().plan_notes``.  `set_plan` changes it
+        later.
     numerics : str
         ``"exact"``: panels of weights and gradients are used where a trial shows that they give PyTorch's very
         bits; elsewhere the whole is read or made.  ``"relaxed"``: always.
@@ -167,6 +169,9 @@ def offload(
         numerics=numerics,
         emulated=emulated,
     )
+    auto = isinstance(plan, str) and plan == "auto"
+    if auto:
+        plan = None
     ranks = Ranks.join(process_group)
     if ranks is None:
         prepared = _prepare(model, optimizer, options, plan, param_init_fn, alone=True)
@@ -187,6 +192,7 @@ def offload(
         prepared.spares,
         ranks,
         plan,
+        auto,
     )
     prepared.budget.begin()
     model.__dict__[_ATTRIBUTE] = runtime
@@ -322,6 +328,19 @@ def set_plan(model: nn.Module, plan: GivenPlan) -> None:
         Something in the plan that is not known, cannot be done, or does not fit.  Nothing was changed.
     """
     runtime_of(model).set_plan(plan)
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan that an offloaded model trains by, or that ``plan="auto"`` has made of it; None if there is none.
+
+    Raises
+    ------
+    OffloadError
+        The model is not offloaded.
+    """
+    runtime = runtime_of(model)
+    made = None if runtime.autopilot is None else runtime.autopilot.plan
+    return runtime.plan or made
 
 
 def synchronize(model: nn.Module) -> None:

@@ -53,10 +53,11 @@ def report_of(runtime: Runtime) -> Report:
 
 def plan_notes(runtime: Runtime) -> tuple[str, ...]:
     """What is done otherwise than the plan has it, now."""
+    auto = () if runtime.autopilot is None or not runtime.autopilot.reason else (runtime.autopilot.reason,)
     if runtime.plan is None:
-        return ()
+        return auto
     streaming = runtime.memory.streaming is not None
-    return notes_of(runtime.plan, runtime.options, spares=runtime.spares, streaming=streaming)
+    return (*auto, *notes_of(runtime.plan, runtime.options, spares=runtime.spares, streaming=streaming))
 
 
 def _layer_report(runtime: Runtime, layer: LayerState) -> LayerReport:

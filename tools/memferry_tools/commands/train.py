@@ -45,7 +45,8 @@ def command(
         ),
     ] = None,
     plan: Annotated[
-        str | None, typer.Option(help="Train by this plan, a file of `memferry plan --save`; it replaces --mode.")
+        str | None,
+        typer.Option(help="Train by a plan in place of --mode: a file of `memferry plan --save`, or auto."),
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="Weights in compute: fp32 or bf16; auto takes bf16 on CUDA and fp32 elsewhere.")

@@ -23,7 +23,7 @@ from .offloaded import OffloadedTraining, Placement
 from .options import TrainOptions
 from .recipe import Recipe
 from .reference import PlainTraining
-from .report import comparison_text, placement_rows, plan_rows, step_text, step_words, summary_rows
+from .report import comparison_text, placement_rows, plan_row, plan_rows, step_text, step_words, summary_rows
 from .results import check_writable, results, write_results
 from .text import read_text
 from .tokens import tokenise
@@ -76,6 +76,8 @@ def _run_among(workers: Workers, options: TrainOptions, target: Target) -> int:
     first = 0 if saved is None else saved.step
     run, report = _train(options, recipe, batches, target, screen, identity, first, workers)
     screen.title("done")
+    if options.plan == "auto":
+        screen.rows([plan_row(report)])
     screen.rows(summary_rows(run, report, recipe, target))
     if options.save is not None:
         screen.rows([("saved", f"{options.save}, after {recipe.steps} steps")])
@@ -101,7 +103,7 @@ def _train(
         device_memory=options.device_memory,
         host_memory=options.host_memory,
         pool_memory=options.pool_memory,
-        plan=options.mode if options.plan is None else _plan(options.plan, recipe),
+        plan=_plan(options, recipe),
         async_step=options.async_step,
         workers=workers,
     )
@@ -119,9 +121,11 @@ def _train(
         return run, training.report()
 
 
-def _plan(file: Path, recipe: Recipe) -> Plan:
+def _plan(options: TrainOptions, recipe: Recipe) -> Plan | str | None:
+    if not isinstance(options.plan, Path):
+        return options.plan or options.mode
     try:
-        plan = load_plan(file)
+        plan = load_plan(options.plan)
     except PlanError as error:
         raise ToolError(f"--plan: {error}") from None
     if (plan.micro_batch, plan.sequence) != (recipe.micro_batch, recipe.seq):

@@ -35,7 +35,7 @@ class TrainOptions:
     device_memory, host_memory, pool_memory : int or None
     mode : str or None
         Modes of layers, as `memferry_rt.offload` reads them.
-    plan : Path or None
+    plan : Path or "auto" or None
         File of a plan.
     async_step, verify : bool
     save, resume : Path or None
@@ -54,7 +54,7 @@ class TrainOptions:
     host_memory: int | None
     pool_memory: int | None
     mode: str | None
-    plan: Path | None
+    plan: Path | str | None
     async_step: bool
     verify: bool
     save: Path | None
@@ -137,7 +137,7 @@ class TrainOptions:
             host_memory=_size(host_memory, "--host-memory"),
             pool_memory=_size(pool_memory, "--pool-memory"),
             mode=mode,
-            plan=_path(plan, "--plan"),
+            plan=plan if plan == "auto" else _path(plan, "--plan"),
             async_step=async_step,
             verify=verify,
             save=_path(save, "--save"),
