@@ -283,3 +283,25 @@ def test_plans_of_another_device(training: Any) -> None:
     plan = replace(_changed(_plan(4 << 20), ALL), device="NVIDIA A100")
     with pytest.raises(PlanError, match="is for NVIDIA A100"):
         memferry_rt.offload(model, optimizer, device="cuda", device_memory="1GiB", plan=plan)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_gradients_outlive_an_exchange_of_plans(training: Any, back: bool) -> None:
+    """`plan="auto"` exchanges plans at the end of a step, when gradients are still there."""
+    model, optimizer = training
+    first, second = _changed(_plan(4 << 20), ALL), None
+    runtime = _offload(training, first if back else second)
+    next_token_loss(model, 0).backward()
+    optimizer.step()
+    before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    runtime.exchange(second if back else first)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, before[name]), name
+    more = {}
+    next_token_loss(model, 1).backward()
+    for name, parameter in model.named_parameters():
+        more[name] = parameter.grad.clone()
+    optimizer.zero_grad()
+    next_token_loss(model, 1).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(more[name], before[name] + parameter.grad), name

@@ -157,20 +157,19 @@ class Autopilot:
             emulated=ability.device is None,
         )
         if profile is not None:
-            profile = replace(profile, checkpointing=self.recomputes)
-            return self._measured(workload_from_profile(profile, "this model")), profile
+            profile = replace(profile, checkpointing=self.recomputes, torch_nbytes=self._reserved())
+            return workload_from_profile(profile, "this model"), profile
         try:
             batch = Batch(micro_batch, sequence, ability.dtype, recompute=self.recomputes)
         except PlanError:
             return None, None
         found = recognise(shapes, batch)
-        return None if found is None else self._measured(found), None
+        return None if found is None else replace(found, measured_nbytes=self._reserved()), None
 
-    def _measured(self, workload: Workload) -> Workload:
-        """With what torch has reserved in the first step, where it computes on the device."""
+    def _reserved(self) -> int | None:
+        """What torch has reserved in the first step, where it computes on the device."""
         device = self._runtime.memory.budget.device
-        reserved = None if device is None else torch.cuda.max_memory_reserved(device)
-        return replace(workload, measured_nbytes=reserved)
+        return None if device is None else torch.cuda.max_memory_reserved(device)
 
     def _options(self, workload: Workload) -> PlanOptions:
         """What the runtime can do, within what its user allows."""
