@@ -2,7 +2,7 @@
 
 from .checkpoint import load, save
 from .lion import Lion
-from .offload import offload, restore, runtime_of, set_plan, synchronize
+from .offload import offload, plan_of, restore, runtime_of, set_plan, synchronize
 from .report import LayerReport, Report
 from .runtime import Runtime
 
@@ -13,6 +13,7 @@ __all__ = [
     "Runtime",
     "load",
     "offload",
+    "plan_of",
     "restore",
     "runtime_of",
     "save",

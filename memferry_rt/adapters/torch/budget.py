@@ -16,7 +16,7 @@ from memferry_allocator.sizes import align_up
 
 from ...errors import BudgetError
 from ...layout import LayerLayout
-from ...plan.modes import GradientMode, WeightMode
+from ...plan.modes import GradientMode, StateMode, WeightMode
 from ...streaming import BYTES, SLOTS, UNIT
 from .modes import STREAMED, LayerPlan
 
@@ -69,6 +69,8 @@ class Budget:
         The layers of which the gradients alone do.
     kept : tuple of int
         The layers whose weights never leave the pool.
+    states : tuple of int
+        State and gradients of each layer that a plan has in the pool; 0 for the others.
     panels : int
         Bytes of the ring through which weights go panel by panel.
     outgoing : int
@@ -79,6 +81,8 @@ class Budget:
         The smallest pool that works, one that lets weights arrive ahead of their use, and one that holds all.
     device : int or None
         The CUDA device whose torch allocator is capped; None on the emulated device.
+    granted : int
+        The largest pool that torch has left room for; plans that need less do not take it from those that follow.
     """
 
     total: int
@@ -101,6 +105,8 @@ class Budget:
     panels: int = 0
     outgoing: int = 0
     most_outgoing: int = 0
+    states: tuple[int, ...] = ()
+    granted: int = 0
 
     @property
     def torch_limit(self) -> int:
@@ -154,7 +160,8 @@ class Budget:
         """This budget in the pool of `other`, as it has grown, where that is enough."""
         if self.device is None or self.fixed:
             return self
-        return replace(self, pool=max(self.least, min(other.pool, self.wanted))).shared()
+        granted = max(other.pool, other.granted)
+        return replace(self, pool=max(self.least, min(granted, self.wanted)), granted=granted).shared()
 
     def shared(self) -> Budget:
         """With the pool shared: first what weights must have, then the rings, the other weights, and state.
@@ -167,14 +174,14 @@ class Budget:
         outgoing = self.most_outgoing if self.most_outgoing <= free else 0
         free -= outgoing
         stream = min(self.room.streaming, self.pool // 8, free) // SMALLEST_STREAM * SMALLEST_STREAM
-        left = self.pool - ring - outgoing - stream - self.weights - self.panels
+        left = self.pool - ring - outgoing - stream - self.weights - self.panels - sum(self.states)
         sums: dict[int, int] = {}
         more = max(left, min(self.pool // 8, free - stream))
         for layer, nbytes in enumerate(self.room.summed):
             if 0 < nbytes <= more:
                 sums[layer] = nbytes
                 left, more = left - nbytes, more - nbytes
-        resident = []
+        resident = [layer for layer, nbytes in enumerate(self.states) if nbytes]
         for layer, nbytes in enumerate(self.room.resident):
             if 0 < nbytes <= left + sums.get(layer, 0):
                 resident.append(layer)
@@ -186,7 +193,7 @@ class Budget:
             ring=ring,
             outgoing=outgoing,
             stream=max(stream, 0),
-            resident=tuple(resident),
+            resident=tuple(sorted(resident)),
             summed=tuple(sums),
         )
 
@@ -241,7 +248,11 @@ def plan_budget(
         default=0,
     )
     kept = tuple(layer for layer, plan in enumerate(plans) if plan.weight is WeightMode.RESIDENT)
-    stay = panels + sum(align_up(layouts[layer].weight_nbytes, RING_UNIT) for layer in kept)
+    states = tuple(
+        _state_nbytes(layout) if plan.state is StateMode.RESIDENT else 0
+        for layout, plan in zip(layouts, plans, strict=True)
+    )
+    stay = panels + sum(align_up(layouts[layer].weight_nbytes, RING_UNIT) for layer in kept) + sum(states)
     in_pool = [layout.weight_nbytes for layout, plan in zip(layouts, plans, strict=True) if plan.in_pool]
     least_ring = min(_whole_ring(gradient), SMALLEST_RING) if gradient else 0
     worst = max((_room(layouts, group) for group in together if group), default=(0, ""))
@@ -255,7 +266,7 @@ def plan_budget(
     weights = sum(in_pool)
     room = room or UpdateRoom()
     ring = _whole_ring(gradient) if gradient else 0
-    wanted = max(weights + panels + outgoing + ring + room.wanted, RING_UNIT)
+    wanted = max(weights + panels + outgoing + ring + sum(states) + room.wanted, RING_UNIT)
     arriving = stay + 2 * max(in_pool, default=0)
     comfortable = min(arriving + ring + outgoing + room.streaming, wanted)
     if pool is not None:
@@ -284,7 +295,12 @@ def plan_budget(
         kept=kept,
         panels=panels,
         most_outgoing=outgoing,
+        states=states,
     ).shared()
+
+
+def _state_nbytes(layout: LayerLayout) -> int:
+    return align_up(layout.state_nbytes, RING_UNIT) + align_up(layout.gradient_nbytes, RING_UNIT)
 
 
 def _room(layouts: Sequence[LayerLayout], group: tuple[int, ...]) -> tuple[int, str]:

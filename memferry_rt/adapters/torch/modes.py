@@ -9,11 +9,13 @@ from typing import Any
 from torch import nn
 
 from ...errors import UnsupportedError
-from ...plan.modes import GradientMode, LayerModes, WeightMode, parse_modes
+from ...plan.modes import GradientMode, LayerModes, StateMode, WeightMode, parse_modes
+from ...plan.plan import Plan
 from .cut import Cut, Owner, find_owners
 from .support import Support, support_of
 
-Plan = str | Mapping[str, str | WeightMode | GradientMode | LayerModes]
+GivenModes = str | Mapping[str, str | WeightMode | GradientMode | LayerModes]
+GivenPlan = GivenModes | Plan
 
 _READ_AT_HOME = (WeightMode.DHA, WeightMode.RING)
 
@@ -28,11 +30,14 @@ class LayerPlan:
     gradient : GradientMode
     loaded : tuple of str
         Modules of the layer that cannot read in place: for these it is loaded.
+    state : StateMode or None
+        Where its optimizer state is at home and updated; None where the runtime chooses.
     """
 
     weight: WeightMode = WeightMode.STREAM
     gradient: GradientMode = GradientMode.BUFFER
     loaded: tuple[str, ...] = ()
+    state: StateMode | None = None
 
     @property
     def in_pool(self) -> bool:
@@ -65,7 +70,7 @@ class LayerPlan:
 STREAMED = LayerPlan()
 
 
-def resolve_plan(plan: Plan | None, model: nn.Module, cuts: Sequence[Cut]) -> list[LayerPlan]:
+def resolve_plan(plan: GivenModes | None, model: nn.Module, cuts: Sequence[Cut]) -> list[LayerPlan]:
     """What each layer does; what nothing is said about is streamed.
 
     Raises
@@ -92,8 +97,8 @@ def _plan_of(layer: str, modes: LayerModes, readers: Sequence[Owner], names: Map
     weight, gradient = modes.weight or WeightMode.STREAM, modes.gradient or GradientMode.BUFFER
     if modes.state is not None:
         raise UnsupportedError(
-            f"plan: layer {layer!r} is given state mode {modes.state.value!r}; where state lives is chosen by "
-            "optimizer_split"
+            f"plan: layer {layer!r} is given state mode {modes.state.value!r}; by hand, where state lives is "
+            "chosen by optimizer_split; a plan of the planner says it layer by layer"
         )
     able = [owner for owner in readers if not owner.in_place]
     known = {mode for owner in able for mode in support_of(owner.module).weight}

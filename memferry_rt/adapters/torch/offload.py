@@ -16,13 +16,15 @@ from ...device_update import DeviceUpdate, open_device_update
 from ...errors import BudgetError, OffloadError, UnsupportedError
 from ...layout import LayerLayout
 from ...options import OffloadOptions
+from ...plan.plan import Plan
 from .budget import Budget
 from .convert import Materialiser, ParameterInit, plan_layouts
 from .cut import cut_layers
 from .early import host_nbytes, spares_within
 from .layer import Geometry
-from .modes import LayerPlan, Plan
+from .modes import GivenPlan, LayerPlan
 from .parallel import Ranks, facts, options_of_rank, refuse_unshared
+from .planned import dtype_of
 from .planning import Planning
 from .rules import AdamRule, UpdateRule, choose_rule, refuse_sharing
 from .runtime import Runtime
@@ -52,7 +54,7 @@ def offload(
     accumulate: int = 1,
     accumulate_dtype: torch.dtype | str | None = None,
     param_init_fn: ParameterInit | None = None,
-    plan: Plan | None = None,
+    plan: GivenPlan | None = None,
     numerics: str = "exact",
     emulated: EmulatedOptions | None = None,
     process_group: Any = None,
@@ -112,11 +114,14 @@ def offload(
     param_init_fn : callable, optional
         Initialises the parameters that a module itself owns, for models on ``meta``; by default
         ``module.reset_parameters()``.
-    plan : str or mapping, optional
+    plan : str, mapping or Plan, optional
         Modes of layers by hand, as ``{"embed*": "dha", "layers.*": "stream+inplace"}`` or the same as text, with
         patterns of layer names: where weights are read (``resident``, ``stream``, ``dha``, ``dha_then_load``,
-        ``ring``) and how gradients leave (``buffer``, ``inplace``).  By default ``stream+buffer``.  `set_plan`
-        changes it later.
+        ``ring``) and how gradients leave (``buffer``, ``inplace``).  By default ``stream+buffer``.  Or a
+        `memferry_rt.plan.Plan` of this model, of `make_plan` or `load_plan`, which also says who updates each
+        layer and how many spare slabs there are.  ``"auto"``: a plan is made after the first step, tried against
+        the default and kept if it is faster; see `plan_of` and ``report().plan_notes``.  `set_plan` changes it
+        later.
     numerics : str
         ``"exact"``: panels of weights and gradients are used where a trial shows that they give PyTorch's very
         bits; elsewhere the whole is read or made.  ``"relaxed"``: always.
@@ -140,7 +145,7 @@ def offload(
         The model or optimizer has something that offloading cannot honour, or a layer cannot do its mode.  Nothing
         was changed.
     PlanError
-        `plan` names unknown layers or modes.  Nothing was changed.
+        `plan` names unknown layers or modes, or is for another model or device.  Nothing was changed.
     DriverError
         No such device, or its driver does not work.
     InvalidRequestError
@@ -164,6 +169,9 @@ def offload(
         numerics=numerics,
         emulated=emulated,
     )
+    auto = isinstance(plan, str) and plan == "auto"
+    if auto:
+        plan = None
     ranks = Ranks.join(process_group)
     if ranks is None:
         prepared = _prepare(model, optimizer, options, plan, param_init_fn, alone=True)
@@ -183,6 +191,8 @@ def offload(
         prepared.update,
         prepared.spares,
         ranks,
+        plan,
+        auto,
     )
     prepared.budget.begin()
     model.__dict__[_ATTRIBUTE] = runtime
@@ -211,7 +221,7 @@ def _prepare_together(
     model: nn.Module,
     optimizer: Optimizer,
     options: OffloadOptions,
-    plan: Plan | None,
+    plan: GivenPlan | None,
     init: ParameterInit | None,
 ) -> _Prepared:
     """As `_prepare`, refused on all ranks where one refuses or they differ."""
@@ -236,7 +246,7 @@ def _prepare(
     model: nn.Module,
     optimizer: Optimizer,
     options: OffloadOptions,
-    plan: Plan | None,
+    plan: GivenPlan | None,
     init: ParameterInit | None,
     *,
     alone: bool,
@@ -260,11 +270,23 @@ def _prepare(
     if isinstance(rule, AdamRule) and split not in ("cpu", 0.0):
         update = open_device_update(driver, ordinal, rule.kernel)
     spares = options.spare_slabs
-    if spares is None:
+    if spares is None and isinstance(plan, Plan):
+        spares = plan.spare_slabs
+        if not rule.shared:
+            refuse_sharing(optimizer, split, spares)
+    elif spares is None:
         spares = spares_within(layouts, options.host_memory) if rule.shared else 0
     _check_memory(layouts, options, driver, ordinal, spares)
     planning = Planning(
-        model, cuts, layouts, options, driver, ordinal, updates=update is not None, shared=not alone
+        model,
+        cuts,
+        layouts,
+        options,
+        driver,
+        ordinal,
+        updates=update is not None,
+        shared=not alone,
+        dtype=dtype_of(geometries),
     )
     plans = planning.resolve(plan)
     budget = planning.budget(plans)
@@ -292,7 +314,7 @@ def runtime_of(model: nn.Module) -> Runtime:
     return runtime
 
 
-def set_plan(model: nn.Module, plan: Plan) -> None:
+def set_plan(model: nn.Module, plan: GivenPlan) -> None:
     """Change the modes of layers between two steps; see `offload` for `plan`.
 
     What it says nothing about is streamed.  Device copies, rings and state in device memory move home first, and
@@ -306,6 +328,19 @@ def set_plan(model: nn.Module, plan: Plan) -> None:
         Something in the plan that is not known, cannot be done, or does not fit.  Nothing was changed.
     """
     runtime_of(model).set_plan(plan)
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan that an offloaded model trains by, or that ``plan="auto"`` has made of it; None if there is none.
+
+    Raises
+    ------
+    OffloadError
+        The model is not offloaded.
+    """
+    runtime = runtime_of(model)
+    made = None if runtime.autopilot is None else runtime.autopilot.plan
+    return runtime.plan or made
 
 
 def synchronize(model: nn.Module) -> None:

@@ -14,11 +14,13 @@ from memferry_allocator.sizes import align_up
 from ...cuts import ring_nbytes
 from ...layout import LayerLayout
 from ...options import OffloadOptions
-from ...plan.modes import GradientMode, WeightMode
-from .budget import RING_UNIT, Budget, UpdateRoom, plan_budget
+from ...plan.modes import GradientMode, StateMode, WeightMode
+from ...plan.plan import Plan
+from .budget import RING_UNIT, SMALLEST_STREAM, Budget, UpdateRoom, plan_budget
 from .cut import Cut, find_owners
-from .modes import LayerPlan, Plan, resolve_plan
+from .modes import GivenPlan, LayerPlan, resolve_plan
 from .norm import piece_rows
+from .planned import Ability, refuse_plan, with_states
 from .support import support_of, with_operators
 from .update import room_for_updates
 
@@ -38,6 +40,8 @@ class Planning:
         Whether the device has a kernel for updates.
     shared : bool
         Other ranks share the optimizer state, which stays where all find it.
+    dtype : str
+        The compute dtype of most parameters.
 
     Attributes
     ----------
@@ -56,6 +60,7 @@ class Planning:
         *,
         updates: bool,
         shared: bool = False,
+        dtype: str,
     ) -> None:
         self._model = model
         self.cuts = cuts
@@ -72,10 +77,23 @@ class Planning:
         self._device = None if driver.name == "emulated" else device
         self._updates = updates
         self._shared = shared
+        emulated = driver.name == "emulated"
+        name = None if emulated else driver.device_info(device).name
+        self.ability = Ability(name, dtype, layouts, options, updates=updates, shared=shared)
 
-    def resolve(self, plan: Plan | None) -> list[LayerPlan]:
-        """What each layer does.  Errors as for `resolve_plan`."""
-        return resolve_plan(plan, self._model, self.cuts)
+    def resolve(self, plan: GivenPlan | None) -> list[LayerPlan]:
+        """What each layer does.
+
+        Raises
+        ------
+        PlanError, UnsupportedError, BudgetError
+            As for `resolve_plan` and `refuse_plan`.
+        """
+        if not isinstance(plan, Plan):
+            return resolve_plan(plan, self._model, self.cuts)
+        refuse_plan(plan, self.ability)
+        modes = {name: replace(modes, state=None) for name, modes in plan.modes.items()}
+        return with_states(resolve_plan(modes, self._model, self.cuts), self.layouts, plan)
 
     def budget(self, plans: Sequence[LayerPlan]) -> Budget:
         """How the device memory is shared by plans.
@@ -124,7 +142,12 @@ class Planning:
         share = split if isinstance(split, float) else None
         room = room_for_updates(self.layouts, share) if self._updates else UpdateRoom()
         may = [plan.state_in_pool and not self._shared for plan in plans]
-        room = replace(room, resident=tuple(n if m else 0 for n, m in zip(room.resident, may, strict=False)))
+        free = [m and plan.state is None for m, plan in zip(may, plans, strict=True)]
+        room = replace(room, resident=tuple(n if m else 0 for n, m in zip(room.resident, free, strict=False)))
+        if any(plan.state is StateMode.STREAMED for plan in plans):
+            room = replace(room, least=min(room.least, SMALLEST_STREAM))
+        elif all(plan.state is not None for plan in plans):
+            room = replace(room, streaming=0, least=0)
         if self._options.accumulate > 1:
             sizes = [align_up(layout.gradient_nbytes, RING_UNIT) for layout in self.layouts]
             room = replace(room, summed=tuple(n if m else 0 for n, m in zip(sizes, may, strict=True)))

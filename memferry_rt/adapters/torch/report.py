@@ -15,6 +15,8 @@ class LayerReport:
     Attributes
     ----------
     weight_mode, gradient_mode : str
+    state_mode : str
+        ``"cpu"``, ``"streamed"`` or ``"resident"`` where a plan says it; empty where the runtime chooses.
     loaded_modules : tuple of str
         Modules of it that its mode has nothing for: for these it is loaded.
     pool_nbytes : int
@@ -28,6 +30,7 @@ class LayerReport:
     name: str
     weight_mode: str
     gradient_mode: str
+    state_mode: str
     loaded_modules: tuple[str, ...]
     pool_nbytes: int
     copied_in: int
@@ -59,6 +62,10 @@ class Report:
     dram_nbytes : int
         Host memory traffic so far, by count: what CPU updates read and wrote, what was copied, and what kernels
         read and wrote in place.
+    plan_source : str
+        Who has planned, and from what.
+    plan_notes : tuple of str
+        What is done otherwise than the plan has it.
     per_layer : tuple of LayerReport
         In forward order.
     """
@@ -88,6 +95,8 @@ class Report:
     steps: int
     skipped_steps: int
     grad_norm: float | None
+    plan_source: str
+    plan_notes: tuple[str, ...]
     per_layer: tuple[LayerReport, ...]
 
     @property

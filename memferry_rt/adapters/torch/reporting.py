@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from memferry_allocator import Direction
 
 from .layer import LayerState
+from .planned import notes_of
 from .report import LayerReport, Report
 
 if TYPE_CHECKING:
@@ -44,8 +45,19 @@ def report_of(runtime: Runtime) -> Report:
         steps=runtime.steps,
         skipped_steps=runtime.skipped_steps,
         grad_norm=runtime.grad_norm,
+        plan_source=runtime.plan_source,
+        plan_notes=plan_notes(runtime),
         per_layer=tuple(_layer_report(runtime, layer) for layer in runtime.layers),
     )
+
+
+def plan_notes(runtime: Runtime) -> tuple[str, ...]:
+    """What is done otherwise than the plan has it, now."""
+    auto = () if runtime.autopilot is None or not runtime.autopilot.reason else (runtime.autopilot.reason,)
+    if runtime.plan is None:
+        return auto
+    streaming = runtime.memory.streaming is not None
+    return (*auto, *notes_of(runtime.plan, runtime.options, spares=runtime.spares, streaming=streaming))
 
 
 def _layer_report(runtime: Runtime, layer: LayerState) -> LayerReport:
@@ -60,6 +72,7 @@ def _layer_report(runtime: Runtime, layer: LayerState) -> LayerReport:
         name=layer.name,
         weight_mode=plan.weight.value,
         gradient_mode=plan.gradient.value,
+        state_mode="" if plan.state is None else plan.state.value,
         loaded_modules=plan.loaded,
         pool_nbytes=pool,
         **dataclasses.asdict(traffic),

@@ -18,9 +18,11 @@ from ...errors import OffloadError, UnsupportedError
 from ...options import OffloadOptions
 from ...pages import SlabPages
 from ...plan.modes import WeightMode
+from ...plan.plan import Plan
 from ...stalls import StallMeter
 from ...updates import UpdateQueue
 from .adam_state import AdamPatch
+from .autopilot import Autopilot
 from .budget import Budget
 from .convert import Materialiser, move_in
 from .cut import find_owners
@@ -33,7 +35,7 @@ from .gradients import GradientFlow
 from .guards import ModelGuards
 from .layer import DeviceViews, Geometry, LayerState, ViewKey
 from .memory import DeviceMemory
-from .modes import LayerPlan, Plan
+from .modes import GivenPlan, LayerPlan
 from .parallel import RankGradients, Ranks, RankUpdates
 from .planning import Planning
 from .report import Report
@@ -76,6 +78,8 @@ class Runtime:
         update: DeviceUpdate | None,
         spares: int,
         ranks: Ranks | None = None,
+        plan: GivenPlan | None = None,
+        auto: bool = False,
     ) -> None:
         self.model = model
         self.options = options
@@ -84,8 +88,10 @@ class Runtime:
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.steps = 0
+        self.spares = spares
         self._closed = False
-        self._planning = planning
+        self._know(plan)
+        self.planning = planning
         layouts = planning.layouts
         self._last_used: LayerState | None = None
         self.stalls = StallMeter(driver, device)
@@ -103,8 +109,8 @@ class Runtime:
         self.layers = move_in(
             planning.cuts, layouts, geometries, self.arena, self.factory, materialiser, fill=fill
         )
-        for layer, plan in zip(self.layers, plans, strict=True):
-            layer.plan = plan
+        for layer, each in zip(self.layers, plans, strict=True):
+            layer.plan = each
         materialiser.materialise_buffers()
         self._home = {
             parameter: (layer, index) for layer in self.layers for index, parameter in enumerate(layer.parameters)
@@ -147,6 +153,7 @@ class Runtime:
             self._update_early(cut_spares(self.arena, layouts, spares))
         self.memory.open()
         self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
+        self.autopilot = Autopilot(self) if auto else None
         if ranks is not None:
             ranks.fence("offload()")  # the first has filled what all share
 
@@ -185,7 +192,7 @@ class Runtime:
             attach(owner.module, scope_of(owner.module, owner.parameters, self._home))
         exactness = Exactness(self.driver, self.factory, relaxed=self.options.numerics == "relaxed")
         self.dispatch = Dispatch(
-            self._planning.operators, self._home, self.gradients, self.memory.panels, exactness
+            self.planning.operators, self._home, self.gradients, self.memory.panels, exactness
         )
         self.dispatch.apply()
         for module in model.modules():
@@ -263,6 +270,8 @@ class Runtime:
     def _load(self, layer: LayerState, support: Support) -> DeviceViews | None:
         """Bring a layer into device memory and pin it, or None where such a module reads it at home."""
         training, backward = torch.is_grad_enabled(), in_backward()
+        if backward and self.autopilot is not None:
+            self.autopilot.recomputes = True
         if layer.plan.reads_at_home(support, backward=backward):
             self._read_at_home(layer, training=training, backward=backward)
             return None
@@ -357,6 +366,8 @@ class Runtime:
         if not self.options.async_step:
             self._finish_updates()
         self._adapt_pool()
+        if self.autopilot is not None:
+            self.autopilot.after_step()
 
     def _finish_updates(self) -> None:
         """Wait for the updates in forward order, and start loading each layer as soon as it is new."""
@@ -488,14 +499,21 @@ class Runtime:
         self.memory.resize(larger)
         self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
 
-    def set_plan(self, plan: Plan) -> None:
+    def set_plan(self, plan: GivenPlan) -> None:
         """Change the modes of layers between two steps; see `memferry_rt.set_plan`."""
         self._require_open()
-        plans = self._planning.resolve(plan)
-        budget = self._planning.budget(plans).replacing(self.memory.budget)
+        self.exchange(plan)
+        if self.autopilot is not None:
+            self.autopilot.stop("set_plan() has said otherwise")
+
+    def exchange(self, plan: GivenPlan | None, source: str | None = None) -> None:
+        """As `set_plan`, by whoever `source` says."""
+        plans = self.planning.resolve(plan)
+        budget = self.planning.budget(plans).replacing(self.memory.budget)
         self.synchronize()
         self.scopes.reset()
         self.step_updates.refuse_aliases(self.layers)
+        self._know(plan, source)
         self.step_updates.forget_early()
         self.gradients.end_use()
         self.driver.synchronize(self.device)
@@ -505,6 +523,12 @@ class Runtime:
         self.dispatch.apply()
         self.memory.resize(budget)
         self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
+
+    def _know(self, plan: GivenPlan | None, source: str | None = None) -> None:
+        """Remember what is planned, and by whom."""
+        self.plan: Plan | None = plan if isinstance(plan, Plan) else None
+        given = "default" if plan is None else "by hand" if self.plan is None else "given plan"
+        self.plan_source = source or given
 
     def _drop_device_copies(self) -> None:
         self.saved.forget()
@@ -555,6 +579,8 @@ class Runtime:
         if self._closed:
             return
         self._closed = True
+        if self.autopilot is not None:
+            self.autopilot.stop("the model was restored")
         with contextlib.ExitStack() as last_to_first:
             if self.ranks is not None:
                 last_to_first.callback(self.ranks.close)

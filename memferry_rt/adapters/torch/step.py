@@ -16,6 +16,7 @@ from memferry_allocator import Driver, Event, Mode, Partition, Place, Stream, Vi
 from ...device_update import DeviceUpdate
 from ...errors import OffloadError
 from ...native import AdamOperands, NativeCalls
+from ...plan.modes import StateMode
 from ...split import UpdateRates, spread
 from ...updates import UpdateQueue
 from .early import EarlyUpdates
@@ -266,10 +267,13 @@ class StepUpdates:
     # -- who updates what -----------------------------------------------------------------------------
     def _assign(self, layers: Sequence[LayerState]) -> None:
         """Choose the layers that are streamed through the device in this step."""
-        sizes = [self.plans[layer].numel for layer in layers]
-        share = self._streamed_share(sum(sizes)) if self._memory.streaming is not None else 0.0
-        chosen = spread(sizes, share)
-        self.streamed = [layer for layer, take in zip(layers, chosen, strict=True) if take]
+        free = [layer for layer in layers if layer.plan.state is None]
+        sizes = [self.plans[layer].numel for layer in free]
+        there = self._memory.streaming is not None
+        chosen = spread(sizes, self._streamed_share(sum(sizes)) if there else 0.0)
+        shared = {layer for layer, take in zip(free, chosen, strict=True) if take}
+        planned = {layer for layer in layers if there and layer.plan.state is StateMode.STREAMED}
+        self.streamed = [layer for layer in layers if layer in shared or layer in planned]
         self._unseen = self._unseen.difference(layers).union(self.streamed)
 
     def _streamed_share(self, rest: int) -> float:

@@ -44,6 +44,10 @@ def command(
             "stream, dha, dha_then_load, ring), how gradients leave (buffer, inplace).  [default: stream+buffer]"
         ),
     ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(help="Train by a plan in place of --mode: a file of `memferry plan --save`, or auto."),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="Weights in compute: fp32 or bf16; auto takes bf16 on CUDA and fp32 elsewhere.")
     ] = "auto",

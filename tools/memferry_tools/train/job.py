@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
-from memferry_rt import Report
+from memferry_rt import PlanError, Report
+from memferry_rt.plan import Plan, load_plan
 
 from ..errors import ToolError
 from ..screen import Screen
@@ -21,7 +23,7 @@ from .offloaded import OffloadedTraining, Placement
 from .options import TrainOptions
 from .recipe import Recipe
 from .reference import PlainTraining
-from .report import comparison_text, placement_rows, plan_rows, step_text, step_words, summary_rows
+from .report import comparison_text, placement_rows, plan_row, plan_rows, step_text, step_words, summary_rows
 from .results import check_writable, results, write_results
 from .text import read_text
 from .tokens import tokenise
@@ -74,6 +76,8 @@ def _run_among(workers: Workers, options: TrainOptions, target: Target) -> int:
     first = 0 if saved is None else saved.step
     run, report = _train(options, recipe, batches, target, screen, identity, first, workers)
     screen.title("done")
+    if options.plan == "auto":
+        screen.rows([plan_row(report)])
     screen.rows(summary_rows(run, report, recipe, target))
     if options.save is not None:
         screen.rows([("saved", f"{options.save}, after {recipe.steps} steps")])
@@ -99,7 +103,7 @@ def _train(
         device_memory=options.device_memory,
         host_memory=options.host_memory,
         pool_memory=options.pool_memory,
-        mode=options.mode,
+        plan=_plan(options, recipe),
         async_step=options.async_step,
         workers=workers,
     )
@@ -115,6 +119,21 @@ def _train(
             shown = _shown(show, recipe)
             run = run_steps(training, recipe, shown, keep_parameters=options.verify, first=first, save=save)
         return run, training.report()
+
+
+def _plan(options: TrainOptions, recipe: Recipe) -> Plan | str | None:
+    if not isinstance(options.plan, Path):
+        return options.plan or options.mode
+    try:
+        plan = load_plan(options.plan)
+    except PlanError as error:
+        raise ToolError(f"--plan: {error}") from None
+    if (plan.micro_batch, plan.sequence) != (recipe.micro_batch, recipe.seq):
+        raise ToolError(
+            f"--plan: it is for micro-batches of {plan.micro_batch} x {plan.sequence} tokens, and these have "
+            f"{recipe.micro_batch} x {recipe.seq}; give --micro-batch and --seq as the plan has them, or plan anew"
+        )
+    return plan
 
 
 def _verify(run: Run, recipe: Recipe, batches: Batches, target: Target, screen: Screen, first: int) -> Comparison:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import memferry_rt
-from memferry_rt import BudgetError, CheckpointError, Report
+from memferry_rt import BudgetError, CheckpointError, PlanError, Report, UnsupportedError
+from memferry_rt.plan import Plan
 
 from ..errors import ToolError
 from .data import Batches
@@ -26,13 +27,13 @@ from .workers import ALONE, Workers
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a run's state may lie, in bytes, and the modes of its layers; None takes the default."""
+    """Where a run's state may lie, in bytes, and a plan or the modes of layers; None takes the default."""
 
     target: Target
     device_memory: int | None = None
     host_memory: int | None = None
     pool_memory: int | None = None
-    mode: str | None = None
+    plan: str | Plan | None = None
     async_step: bool = True
     workers: Workers = ALONE
 
@@ -136,6 +137,10 @@ class OffloadedTraining:
         )
         try:
             self._offload(budget)
+        except (PlanError, UnsupportedError) as error:
+            if isinstance(placement.plan, Plan):
+                raise ToolError(f"--plan: {error}") from error
+            raise
         except BudgetError as error:
             if placement.device_memory is not None or error.budget != "device_memory":
                 raise
@@ -173,5 +178,5 @@ class OffloadedTraining:
             accumulate_dtype=self._recipe.accumulate_dtype,
             param_init_fn=initialise,
             process_group=self._placement.workers.group,
-            plan=self._placement.mode,
+            plan=self._placement.plan,
         )

@@ -45,12 +45,19 @@ def _ranks_text(recipe: Recipe) -> str:
     return "" if recipe.ranks == 1 else f"{recipe.ranks} ranks x "
 
 
+def plan_row(report: Report) -> Row:
+    """Who has planned, and what is done otherwise."""
+    return "plan", "; ".join((report.plan_source, *report.plan_notes))
+
+
 def placement_rows(report: Report, recipe: Recipe) -> list[Row]:
     """What is where, once it is there."""
     weights, gradients = recipe.weight_nbytes, recipe.gradient_nbytes
     state = report.host_nbytes - weights - gradients
     share = report.device_memory / weights
+    planned = [] if report.plan_source == "default" else [plan_row(report)]
     return [
+        *planned,
         (
             "budget",
             f"{format_size(report.device_memory)} of device memory, {share:.0%} of the weights: pool "

@@ -7,7 +7,10 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+import torch
 
 from ....errors import PlanError
 from ....plan.profile import SCHEMA, VERSION, Profile, dumps_profile, load_profile
@@ -26,10 +29,16 @@ def profile_path(profile: Profile) -> Path:
         [(layer.name, layer.kind.value, layer.shapes, layer.tokens) for layer in profile.layers],
     ]
     key = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+    return _folder() / f"{_safe(profile.device)}-{profile.dtype}-{key}.json"
+
+
+def _folder() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache"
-    device = _UNSAFE.sub("-", profile.device).strip("-")
-    return folder / "memferry" / "profiles" / f"{device}-{profile.dtype}-{key}.json"
+    return (Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache") / "memferry" / "profiles"
+
+
+def _safe(name: str) -> str:
+    return _UNSAFE.sub("-", name).strip("-")
 
 
 def kept(wanted: Profile, path: Path) -> Profile | None:
@@ -48,6 +57,22 @@ def kept(wanted: Profile, path: Path) -> Profile | None:
     except PlanError:
         return None
     return found if found.emulated == wanted.emulated else None
+
+
+def find_profile(
+    device: str, dtype: str, tokens: int, shapes: Mapping[str, Iterable[tuple[int, ...]]], *, emulated: bool
+) -> Profile | None:
+    """The newest profile that is kept of such a model and micro-batch on such a device, with this torch."""
+    files = sorted(_folder().glob(f"{_safe(device)}-{dtype}-*.json"), key=lambda file: file.stat().st_mtime)
+    for file in reversed(files):
+        try:
+            found = load_profile(file)
+            found.check(device=device, torch=str(torch.__version__), dtype=dtype, tokens=tokens, shapes=shapes)
+        except PlanError:
+            continue
+        if found.emulated == emulated:
+            return found
+    return None
 
 
 def keep(profile: Profile, path: Path) -> None:
