@@ -6,7 +6,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import CheckpointInfo, checkpoint_info
-from .errors import BudgetError, CheckpointError, OffloadError, UnsupportedError
+from .errors import BudgetError, CheckpointError, OffloadError, RankError, UnsupportedError
 from .options import OffloadOptions
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ __all__ = [
     "Lion",
     "OffloadError",
     "OffloadOptions",
+    "RankError",
     "Report",
     "Runtime",
     "UnsupportedError",

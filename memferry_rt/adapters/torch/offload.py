@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -135,41 +136,45 @@ def offload(
     RankError
         Another rank has refused, or has something else than this one; nothing was allocated or changed.
     """
-    options = OffloadOptions.build(
-        device=device,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        max_grad_norm=max_grad_norm,
-        compute_dtype=None if compute_dtype is None else str(compute_dtype).removeprefix("torch."),
-        layers=layers,
-        pool_memory=pool_memory,
-        async_step=async_step,
-        optimizer_split=optimizer_split,
-        spare_slabs=spare_slabs,
-        accumulate=accumulate,
-        accumulate_dtype=None if accumulate_dtype is None else str(accumulate_dtype).removeprefix("torch."),
-        emulated=emulated,
-    )
     ranks = Ranks.join(process_group)
-    if ranks is None:
-        prepared = _prepare(model, optimizer, options, param_init_fn, alone=True)
-    else:
-        prepared = _prepare_together(ranks, model, optimizer, options, param_init_fn)
-    runtime = Runtime(
-        model,
-        prepared.options,
-        prepared.driver,
-        prepared.device,
-        prepared.cuts,
-        prepared.layouts,
-        prepared.geometries,
-        prepared.budget,
-        prepared.materialiser,
-        prepared.rule,
-        prepared.update,
-        prepared.spares,
-        ranks,
-    )
+    with contextlib.nullcontext() if ranks is None else ranks.refused_together():
+        options = OffloadOptions.build(
+            device=device,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            max_grad_norm=max_grad_norm,
+            compute_dtype=None if compute_dtype is None else str(compute_dtype).removeprefix("torch."),
+            layers=layers,
+            pool_memory=pool_memory,
+            async_step=async_step,
+            optimizer_split=optimizer_split,
+            spare_slabs=spare_slabs,
+            accumulate=accumulate,
+            accumulate_dtype=None if accumulate_dtype is None else str(accumulate_dtype).removeprefix("torch."),
+            emulated=emulated,
+        )
+        options = options if ranks is None else options_of_rank(options, ranks)
+        prepared = _prepare(model, optimizer, options, param_init_fn, ranks)
+    if ranks is not None:
+        ranks.agree(
+            facts(options, optimizer, prepared.cuts, prepared.layouts, prepared.geometries, prepared.budget)
+        )
+    with contextlib.nullcontext() if ranks is None else ranks.told():
+        runtime = Runtime(
+            model,
+            prepared.options,
+            prepared.driver,
+            prepared.device,
+            prepared.cuts,
+            prepared.layouts,
+            prepared.geometries,
+            prepared.budget,
+            prepared.materialiser,
+            prepared.rule,
+            prepared.update,
+            prepared.spares,
+            ranks,
+        )
     prepared.budget.begin()
     model.__dict__[_ATTRIBUTE] = runtime
     return model, optimizer
@@ -192,33 +197,12 @@ class _Prepared:
     spares: int
 
 
-def _prepare_together(
-    ranks: Ranks, model: nn.Module, optimizer: Optimizer, options: OffloadOptions, init: ParameterInit | None
-) -> _Prepared:
-    """As `_prepare`, refused on all ranks where one refuses or they differ."""
-    try:
-        options = options_of_rank(options)
-        if options.device.startswith("cuda:"):
-            ranks.device = torch.device(options.device)
-        prepared = _prepare(model, optimizer, options, init, alone=False)
-        refuse_unshared(optimizer, in_parts=prepared.rule.in_parts)
-        emulated = prepared.driver.name == "emulated"
-        ranks.require_backend(torch.device("cpu") if emulated else torch.device("cuda", prepared.device))
-    except Exception as error:
-        ranks.agree({}, error)
-        raise
-    alike = facts(options, optimizer, prepared.cuts, prepared.layouts, prepared.geometries, prepared.budget)
-    ranks.agree(alike)
-    return prepared
-
-
 def _prepare(
     model: nn.Module,
     optimizer: Optimizer,
     options: OffloadOptions,
     init: ParameterInit | None,
-    *,
-    alone: bool,
+    ranks: Ranks | None,
 ) -> _Prepared:
     dtype = _compute_dtype(options.compute_dtype)
     require_hooks()
@@ -226,6 +210,8 @@ def _prepare(
     rule = choose_rule(optimizer, model)
     if not rule.shared:
         refuse_sharing(optimizer, options.optimizer_split, options.spare_slabs)
+    if ranks is not None:
+        refuse_unshared(optimizer, in_parts=rule.in_parts)
     driver, ordinal = open_device(options.device, emulated=_machine(options))
     updated = {
         parameter: rule.state_keys(group, parameter)
@@ -240,7 +226,8 @@ def _prepare(
         update = open_device_update(driver, ordinal, rule.kernel)
     share = split if isinstance(split, float) else None
     room = UpdateRoom() if update is None else room_for_updates(layouts, share)
-    if not alone:
+    if ranks is not None:
+        ranks.require_backend("gloo" if driver.name == "emulated" else "nccl")
         room = replace(room, resident=(0,) * len(layouts))  # state must stay where every rank finds it
     if options.accumulate > 1:
         room = replace(room, summed=tuple(align_up(layout.gradient_nbytes, RING_UNIT) for layout in layouts))
