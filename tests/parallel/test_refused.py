@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import memferry_rt
-from memferry_allocator import MemFerryError
+from memferry_allocator import MemFerryError, OutOfMemory, SharedArena
 from tests.runtime.models import Decoder
 
 from . import world
@@ -88,15 +89,11 @@ def test_what_ranks_cannot_share_is_refused_alike() -> None:
 
 
 def _elsewhere(group: Any) -> str:
-    import os
-
     os.environ["MEMFERRY_HOST"] = f"machine-{dist.get_rank(group)}"
     return _offload(group, {})
 
 
 def _no_room(group: Any) -> str:
-    from memferry_allocator import OutOfMemory, SharedArena
-
     def create(*_: Any) -> Any:
         raise OutOfMemory("the machine is full", size=1, used=0, limit=0, budget="host memory")
 
