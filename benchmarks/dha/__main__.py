@@ -50,7 +50,7 @@ def _operators(wanted: list[str], records: Records, arguments: argparse.Namespac
     if not wanted:
         return
     command = [sys.executable, "-m", "benchmarks.dha.operators", "--device", arguments.device]
-    command += ["--rows", ",".join(wanted)] + ["--small"] * arguments.small
+    command += ["--rows", ",".join(wanted), "--budget", str(0.7 * arguments.limit)] + ["--small"] * arguments.small
     done = measured_apart(command, arguments.limit)
     for name in wanted:
         row = (

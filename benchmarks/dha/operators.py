@@ -24,12 +24,12 @@ from .sizes import SMALL, Sizes
 
 ROWS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "link": link.link,
-    "memory": memory.memory,
     "embedding": embedding.embedding,
     "rows": embedding.gradient,
-    "weight_gradient": weight_gradient.gradient,
-    "ring": ring.ring,
     "beside": beside.beside,
+    "ring": ring.ring,
+    "weight_gradient": weight_gradient.gradient,
+    "memory": memory.memory,
 }
 
 
@@ -54,11 +54,16 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--budget", type=float, default=float("inf"), help="begin no row after so many seconds")
     arguments = parser.parse_args()
-    rows = {
-        name: measure(name, arguments.device, SMALL if arguments.small else Sizes())
-        for name in arguments.rows.split(",")
-    }
+    began = time.perf_counter()
+    rows: dict[str, Any] = {}
+    for name in arguments.rows.split(","):
+        if time.perf_counter() - began > arguments.budget:
+            rows[name] = {"status": "failed", "message": f"not begun within {arguments.budget:g} s"}
+        else:
+            rows[name] = measure(name, arguments.device, SMALL if arguments.small else Sizes())
+            print(f"{name}: {rows[name]['status']}, {time.perf_counter() - began:.1f} s", flush=True)
     arguments.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}))
 
 

@@ -32,12 +32,12 @@ class Sizes:
     linear: tuple[int, int] = (11008, 4096)
     few: tuple[int, ...] = (128, 256, 512, 1024)
     many: tuple[int, ...] = (4096, 8192, 16384)
-    panels: tuple[int, ...] = (4 << 20, 8 << 20, 16 << 20)
+    panels: tuple[int, ...] = (8 << 20, 16 << 20)
     chain: int = 4
     beside: int = 8192
     writing: int = 1 << 30
     link: int = 1 << 30
-    state: int = 1 << 27  # parameters
+    state: int = 1 << 26  # parameters
     samples: int = 10
     dtype: torch.dtype = torch.bfloat16
 
@@ -51,7 +51,7 @@ SMALL = Sizes(
     panels=(4 << 10,),
     chain=1,
     beside=16,
-    writing=1 << 14,
+    writing=1 << 18,
     link=1 << 16,
     state=1 << 12,
     samples=2,

@@ -37,7 +37,9 @@ def _link_figures(result: Case, _: Any) -> Case:
     nbytes = result["nbytes"]
     rates = {way: nbytes / result[way]["median_s"] for way in ("to_device", "from_device")}
     for what in ("kernel_reads", "kernel_writes"):
-        rates[what] = {blocks: nbytes / entry["median_s"] for blocks, entry in result[what].items()}  # type: ignore[assignment]
+        rates[what] = {
+            blocks: result["kernel_nbytes"] / entry["median_s"] for blocks, entry in result[what].items()
+        }  # type: ignore[assignment]
     return rates
 
 

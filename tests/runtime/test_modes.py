@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memferry_rt
-from memferry_rt import panels
+from memferry_rt import cuts
 
 from .harness import Job, Result, assert_same, offloaded, plain
 from .models import Decoder, checkpointed, next_token_loss, plainly, skipping, twice
@@ -83,7 +83,7 @@ def test_any_modes(
     run: str, accumulate: int, half: bool, tied: bool, plan: dict[str, str], panel: int, settings: dict[str, Any]
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(panels, "PANEL", panel)
+        patched.setattr(cuts, "PANEL", panel)
         got = offloaded(_job(run, accumulate, half, tied), plan=plan, **settings)
     assert_same(_expected(run, accumulate, half, tied), got)
 

@@ -11,9 +11,11 @@ from torch import nn
 
 import memferry_rt
 from memferry_allocator import EmulatedOptions
-from memferry_rt import LayerReport, panels
+from memferry_rt import LayerReport, cuts
+from memferry_rt.adapters.torch import contributions, exactness, norm
+from memferry_rt.adapters.torch.operators import ExactModes
 
-from .models import SEQUENCE, VOCABULARY, WIDTH, Decoder, checkpointed, next_token_loss, plainly
+from .models import SEQUENCE, VOCABULARY, WIDTH, Decoder, checkpointed, next_token_loss, plainly, twice
 
 TOKENS = 3 * SEQUENCE
 ROW = WIDTH * 4
@@ -122,7 +124,7 @@ def test_block_that_is_read_at_home_takes_no_slab() -> None:
 @pytest.mark.parametrize("panel", [1 << 20, 2048])
 def test_linears_through_the_ring(panel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows for the forward and columns for the input gradient: two copies, and the ring is all they take."""
-    monkeypatch.setattr(panels, "PANEL", panel)
+    monkeypatch.setattr(cuts, "PANEL", panel)
     seen = one_step({"blocks.*": "ring+inplace"})
     matrix = 4 * WIDTH * WIDTH * 4
     for name in ("blocks.0", "blocks.1"):
@@ -130,7 +132,7 @@ def test_linears_through_the_ring(panel: int, monkeypatch: pytest.MonkeyPatch) -
         assert layer.copied_in == 2 * 2 * matrix
         assert layer.copied_out == layer.pool_nbytes == 0
         assert layer.read_in_place == 5 * WIDTH * 4 + 2 * 2 * WIDTH * 4  # biases, and the norm twice
-    assert seen.report.panels_nbytes == panels.SLOTS * min(panel, matrix)
+    assert seen.report.panels_nbytes == cuts.SLOTS * min(panel, matrix)
     copied = sum(layer.copied_in for layer in seen.report.per_layer)
     assert copied == seen.report.host_to_device_nbytes
 
@@ -190,3 +192,36 @@ def test_new_weights_of_what_is_read_at_home_go_home() -> None:
     """Also where the device has made them."""
     seen = one_step("blocks.*=dha", optimizer_split=1.0, device_memory="1MiB")
     assert seen.layers["blocks.0"].pool_nbytes == 0
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["differ", "no-room-to-try"])
+def test_panels_that_would_differ_are_not_used(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the weight is read at home, and its gradient made whole before it is written there."""
+
+    def trial(*_: Any, **__: Any) -> ExactModes:
+        if full:
+            raise torch.OutOfMemoryError
+        return ExactModes(*[False] * 6)
+
+    monkeypatch.setattr(cuts, "PANEL", 2048)
+    monkeypatch.setattr(norm, "PIECE", 512)
+    monkeypatch.setattr(exactness, "exact_modes", trial)
+    dense: list[int] = []
+    make = contributions.LinearWeight.dense
+    monkeypatch.setattr(contributions.LinearWeight, "dense", lambda self: dense.append(1) or make(self))
+    matrix = 4 * WIDTH * WIDTH * 4
+    for numerics, copied, made in (("exact", 0, 2 * 2 * 2), ("relaxed", 4 * matrix, 0)):
+        dense.clear()
+        layer = one_step({"blocks.*": "ring+inplace"}, numerics=numerics).layers["blocks.0"]
+        assert layer.copied_in == copied
+        assert layer.read_in_place >= 4 * matrix - copied
+        assert layer.written_in_place == 2 * matrix + (5 + 2) * WIDTH * 4
+        assert len(dense) == made
+
+
+def test_sums_of_one_module_are_made_in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A linear layer that is called twice never has its gradient in device memory whole."""
+    monkeypatch.setattr(norm, "PIECE", 512)
+    monkeypatch.setattr(contributions.LinearWeight, "dense", lambda self: pytest.fail("made whole"))
+    seen = one_step("blocks.*=dha+inplace", run=twice)
+    assert seen.layers["blocks.0"].written_in_place == seen.gradients["blocks.0"]

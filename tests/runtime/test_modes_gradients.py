@@ -143,9 +143,11 @@ def test_weights_that_several_use(micro_steps: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["stream+inplace", "dha+inplace", "ring+inplace"])
-def test_gradients_that_arrive_twice_in_one_backward(mode: str) -> None:
+@pytest.mark.parametrize("around", [False, True])
+def test_gradients_that_arrive_twice_in_one_backward(mode: str, around: bool) -> None:
     """As of a block that a re-entrant checkpoint runs, and the model itself once more."""
-    job = Job(lambda: Decoder(_twice_checkpointed, layers=2), next_token_loss, steps=3, lr=1e-3)
+    run = _around_a_checkpoint if around else _twice_checkpointed
+    job = Job(lambda: Decoder(run, layers=2), next_token_loss, steps=3, lr=1e-3)
     for share in (1.7, 20.0):
         assert_same(plain(job), offloaded(job, share=share, plan={"blocks.*": mode}, spare_slabs=3))
 
@@ -153,6 +155,13 @@ def test_gradients_that_arrive_twice_in_one_backward(mode: str) -> None:
 def _twice_checkpointed(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
     for block in blocks:
         x = block(checkpoint(block, x, use_reentrant=True))
+    return x
+
+
+def _around_a_checkpoint(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    """A backward within a backward, while the outer one has half of a gradient."""
+    for block in blocks:
+        x = block(checkpoint(block, block(x), use_reentrant=True))
     return x
 
 
@@ -233,7 +242,8 @@ def test_embedding_with_padding_and_frequencies() -> None:
         assert equal(*results)
 
 
-def test_frozen_weights_in_place() -> None:
+@pytest.mark.parametrize("plan", [INPLACE, {"blocks.*": "ring"}, {"blocks.*": "ring+inplace"}])
+def test_frozen_weights(plan: dict[str, str]) -> None:
     def build() -> nn.Module:
         model = Decoder(layers=2)
         model.embedding.weight.requires_grad_(False)
@@ -241,7 +251,20 @@ def test_frozen_weights_in_place() -> None:
         return model
 
     job = Job(build, next_token_loss, steps=3)
-    assert_same(plain(job), offloaded(job, share=3.0, plan=INPLACE))
+    assert_same(plain(job), offloaded(job, share=3.0, plan=plan))
+
+
+def test_weights_that_lie_column_by_column() -> None:
+    def build() -> nn.Module:
+        model = Decoder(layers=2)
+        for block in model.blocks:
+            block.up.weight = nn.Parameter(block.up.weight.detach().t().contiguous().t())
+        return model
+
+    job = Job(build, next_token_loss, steps=3)
+    streamed = offloaded(job, share=3.0)
+    for mode in ("ring+inplace", "dha+inplace", "dha_then_load"):
+        assert_same(streamed, offloaded(job, share=3.0, plan={"blocks.*": mode}))
 
 
 @pytest.mark.parametrize("kind", ["linear", "embedding", "tied"])
@@ -344,3 +367,20 @@ def test_rows_written_in_another_mode_do_not_stay() -> None:
         return gradients(model)
 
     assert equal(*both(act))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's own
+@pytest.mark.parametrize("plan", ["blocks.*=ring+inplace", "blocks.*=dha_then_load+inplace", "blocks.*=dha"])
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_compiled_blocks_and_forwards_without_gradients(plan: str, without: Any) -> None:
+    def act(model: Any) -> Any:
+        for block in model.blocks:
+            block.compile(backend="eager")
+        with without():
+            first = model(tokens(5)[:, :-1]).clone()
+        next_token_loss(model, 0).backward()
+        with without():
+            second = model(tokens(6)[:, :-1]).clone()
+        return [first, second, *gradients(model)]
+
+    assert equal(*both(act, plan=plan))

@@ -199,7 +199,9 @@ def test_the_model_is_left_alone_and_may_be_on_meta() -> None:
 def test_a_tied_head_counts_for_the_layer_that_has_its_weight() -> None:
     profile = measure(Model(tied=True))
     assert [layer.name for layer in profile.layers] == ["embedding", "blocks.0", "blocks.1", "blocks.2"]
-    assert timing(profile.layers[0], Phase.BACKWARD, WeightPlace.RING).exact is not None
+    table = profile.layers[0]
+    assert timing(table, Phase.BACKWARD, WeightPlace.RING).exact is not None
+    assert table.find(Phase.BACKWARD, WeightPlace.HOST, GradientPlace.HOST) is None, "two modules add to it"
 
 
 def test_a_way_that_computes_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +238,20 @@ def test_only_inputs_that_get_gradients_in_training_get_them(monkeypatch: pytest
     measure(Positioned())
     assert (True, False) in asked
     assert not any(table for _, table in asked)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", ["Llama", "GPT2", "Bert"])
+def test_models_of_transformers_are_rehearsed(kind: str) -> None:
+    """With caches that calls would fill, dropout, and shapes passed by name."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=ROWS, bos_token_id=0, eos_token_id=0, **sizes)
+    model = getattr(transformers, f"{kind}Model")(config).train()
+    profile = measure(model)
+    blocks = [layer for layer in profile.layers if layer.kind is LayerKind.BLOCK]
+    assert len(blocks) == 2
+    assert timing(blocks[1], Phase.BACKWARD, WeightPlace.HOST).exact is True
 
 
 def test_inputs_that_the_model_does_not_take_are_refused() -> None:

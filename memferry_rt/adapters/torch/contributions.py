@@ -7,7 +7,6 @@ the gradient: computed straight into the gradient's home if it is all of it, and
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +54,10 @@ class Contribution(abc.ABC):
     def dense(self) -> torch.Tensor:
         """The addition as autograd makes it."""
 
+    def joined(self, other: Contribution) -> Contribution | None:
+        """The sum of this and a later one; None where it cannot be made at home."""
+        return None
+
     def panel_nbytes(self, home: torch.Tensor) -> int:
         """Bytes of each panel that an outbox is given; 0 for a contribution that needs none."""
         return 0
@@ -91,20 +94,28 @@ class Contribution(abc.ABC):
 
 
 class LinearWeight(Contribution):
-    """``dy.T @ x``.
+    """``dy.T @ x``, or the sum of several.
 
     Parameters
     ----------
-    dy, x : Tensor
-        The gradient of a linear layer's output, and its input.
+    parts : (Tensor, Tensor)
+        The gradient of a linear layer's output, and its input: of each call, in the order of the sum.
     """
 
-    def __init__(self, dy: torch.Tensor, x: torch.Tensor) -> None:
+    def __init__(self, *parts: tuple[torch.Tensor, torch.Tensor]) -> None:
         super().__init__()
-        self._dy, self._x = dy, x
+        self._parts = parts
 
     def dense(self) -> torch.Tensor:
-        return self._dy.reshape(-1, self._dy.shape[-1]).t() @ self._x.reshape(-1, self._x.shape[-1])
+        total: torch.Tensor | None = None
+        for dy, x in self._parts:
+            made = _by_rows(dy).t() @ _by_rows(x)
+            total = made if total is None else total + made
+        assert total is not None
+        return total
+
+    def joined(self, other: Contribution) -> Contribution | None:
+        return LinearWeight(*self._parts, *other._parts) if isinstance(other, LinearWeight) else None
 
     def panel_nbytes(self, home: torch.Tensor) -> int:
         count, width = home.shape
@@ -124,15 +135,24 @@ class LinearWeight(Contribution):
         step = piece_rows(count, width)
         borders = [(start, min(count, start + step)) for start in range(0, count, step)]
         norms: list[torch.Tensor] = []
-        visit: Callable[[int, int, torch.Tensor], None] | None = None
-        if complete:
+        (dy, x), *more = self._parts
 
-            def visit(start: int, stop: int, panel: torch.Tensor) -> None:
+        def visit(start: int, stop: int, panel: torch.Tensor) -> None:
+            for other_dy, other_x in more:
+                panel.add_(_by_rows(other_dy).t()[start:stop] @ _by_rows(other_x))
+            if complete:
                 norms.append(norms_of([panel])[0])
 
-        weight_gradient(self._dy, self._x, home, partial=partial, borders=borders, outbox=outbox, visit=visit)
+        assert not (partial and more), "a sum is added to what is there once it is complete"
+        weight_gradient(
+            dy, x, home, partial=partial, borders=borders, outbox=outbox, visit=visit if complete or more else None
+        )
         nbytes = home.numel() * home.element_size()
         return Written(torch.stack(norms) if complete else None, None, nbytes, nbytes if partial else 0)
+
+
+def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 class EmbeddingRows(Contribution):

@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 import torch
 
-from memferry_allocator import Driver, HostArena
+from memferry_allocator import Driver, HostArena, OutOfMemory
 from memferry_allocator.sizes import align_up
 
 from .operators import ExactModes, LinearShape, exact_modes
 from .tensors import TensorFactory
+
+_UNKNOWN = ExactModes(False, False, False, False, False, False)
 
 
 class Exactness:
@@ -30,7 +32,6 @@ class Exactness:
         self._factory = factory
         self._relaxed = relaxed
         self._found: dict[tuple[LinearShape, int, int, bool], ExactModes] = {}
-        self.differing: set[LinearShape] = set()
 
     def ring(self, shape: LinearShape, row_step: int, column_step: int) -> bool:
         """Whether weights may come in panels of so many rows in forward, and of so many columns in backward."""
@@ -50,11 +51,12 @@ class Exactness:
         key = (shape, row_step, column_step, torch.are_deterministic_algorithms_enabled())
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = self._try(shape, row_step, column_step)
-        if not right(found):
-            self.differing.add(shape)
-            return False
-        return True
+            try:
+                found = self._try(shape, row_step, column_step)
+            except (torch.OutOfMemoryError, OutOfMemory):  # no room to try it: it is not relied on
+                found = _UNKNOWN
+            self._found[key] = found
+        return right(found)
 
     def _try(self, shape: LinearShape, row_step: int, column_step: int) -> ExactModes:
         with contextlib.ExitStack() as arenas:

@@ -45,7 +45,7 @@ class GradientSlot:
     delivered : int
         The version of `home` that host memory has, where `home` is the device's.
     pending : list of Contribution
-        What this backward has found out of the gradient and not yet computed.
+        What backwards have found out of the gradient and not yet computed.
     written_rows : (int, Tensor) or None
         The rows of a table at home that may be other than zero, and the version of `home` that this is true of.
     """
@@ -119,10 +119,10 @@ class GradientSlot:
         tensor.data = real
 
     def take_pending(self) -> list[Contribution]:
-        """What this backward, and no other, has found out of the gradient."""
-        pending, self.pending = self.pending, []
-        task = torch._C._current_graph_task_id()
-        return [contribution for contribution in pending if contribution.task == task]
+        """What this backward has found out of the gradient; one around it, or one that failed, keeps its own."""
+        task, every = torch._C._current_graph_task_id(), self.pending
+        self.pending = [contribution for contribution in every if contribution.task != task]
+        return [contribution for contribution in every if contribution.task == task]
 
     def in_form(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient with its elements in the order in which its home holds them."""

@@ -73,9 +73,9 @@ class LinearOperator:
     def columns(self) -> Iterable[WeightPanel]:
         return self._panels.pieces(self.layer, self._index, by_columns=True)
 
-    def weight_gradient(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def weight_gradient(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         """What autograd is given for the weight."""
-        made = LinearWeight(dy, x)
+        made = LinearWeight((dy, x))
         if self._slot is None:
             return made.dense()
         out_features, in_features = self.module.weight.shape

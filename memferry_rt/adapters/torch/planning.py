@@ -11,9 +11,9 @@ from torch import nn
 from memferry_allocator import Driver
 from memferry_allocator.sizes import align_up
 
+from ...cuts import ring_nbytes
 from ...layout import LayerLayout
 from ...options import OffloadOptions
-from ...panels import ring_nbytes
 from ...plan.modes import GradientMode, WeightMode
 from .budget import RING_UNIT, Budget, UpdateRoom, plan_budget
 from .cut import Cut, find_owners

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import time
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from memferry_allocator import Direction, Driver, HostArena, Stream, View
+from memferry_allocator import Driver, HostArena, Stream, View
 
 from ...device_update import DeviceUpdate
 from ...errors import OffloadError, UnsupportedError
@@ -37,7 +36,8 @@ from .memory import DeviceMemory
 from .modes import LayerPlan, Plan
 from .parallel import RankGradients, Ranks, RankUpdates
 from .planning import Planning
-from .report import LayerReport, Report
+from .report import Report
+from .reporting import report_of
 from .rules import AdamRule, UpdateRule
 from .saved import SavedWeights, in_backward
 from .slabs import SlabAccess
@@ -518,53 +518,7 @@ class Runtime:
     # -- end --------------------------------------------------------------------------------------------
     def report(self) -> Report:
         """What is where now."""
-        memory, updates = self.memory, self.step_updates
-        moved = memory.bytes_moved
-        return Report(
-            device=f"{self.driver.name}:{self.device}",
-            device_name=self.driver.device_info(self.device).name,
-            layers=len(self.layers),
-            parameters=sum(parameter.numel() for parameter in self._home),
-            weight_nbytes=memory.weights.nbytes,
-            host_nbytes=self.arena.nbytes,
-            device_memory=self.options.device_memory,
-            pool_nbytes=memory.budget.pool,
-            ring_nbytes=memory.budget.ring,
-            stream_nbytes=memory.budget.stream,
-            panels_nbytes=memory.budget.panels,
-            device_peak=memory.budget.peak(memory.space.pool.peak),
-            host_to_device_nbytes=moved[Direction.HOST_TO_DEVICE],
-            device_to_host_nbytes=moved[Direction.DEVICE_TO_HOST],
-            updated_parameters=updates.numel(updates.updated),
-            resident_parameters=updates.numel(layer for layer in updates.updated if layer.residence is not None),
-            streamed_parameters=updates.numel(updates.streamed),
-            early_parameters=updates.numel(updates.made_early),
-            update_rates=updates.rates,
-            summed_parameters=updates.numel(layer for layer in updates.updated if layer.sums is not None),
-            times=self.stalls.last,
-            dram_nbytes=updates.cpu_nbytes + sum(moved.values()) + sum(map(_in_place, self.layers)),
-            steps=self.steps,
-            skipped_steps=self.skipped_steps,
-            grad_norm=self.grad_norm,
-            per_layer=tuple(self._layer_report(layer) for layer in self.layers),
-        )
-
-    def _layer_report(self, layer: LayerState) -> LayerReport:
-        weights, slab = self.memory.weights[layer.index], layer.gradients_on_device
-        pool = weights.reserved if weights.copy_address else 0
-        if layer.residence is not None:
-            pool += layer.residence.state.span.nbytes
-        if slab is not None:
-            pool += slab.span.nbytes
-        traffic, plan = layer.traffic, layer.plan
-        return LayerReport(
-            name=layer.name,
-            weight_mode=plan.weight.value,
-            gradient_mode=plan.gradient.value,
-            loaded_modules=plan.loaded,
-            pool_nbytes=pool,
-            **dataclasses.asdict(traffic),
-        )
+        return report_of(self)
 
     @property
     def saves(self) -> bool:
@@ -646,7 +600,3 @@ class Runtime:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     state[key] = self._unshared(value)
-
-
-def _in_place(layer: LayerState) -> int:
-    return layer.traffic.read_in_place + layer.traffic.written_in_place

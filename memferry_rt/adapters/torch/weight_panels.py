@@ -9,7 +9,8 @@ import torch
 
 from memferry_allocator import DevicePool, Direction, Driver, Event, Span, Stream, View
 
-from ...panels import SLOTS, Cut, HostMatrix, Panel, PanelRing
+from ...cuts import SLOTS, Cut, HostMatrix, Panel
+from ...panels import PanelRing
 from ...plan.modes import WeightMode
 from .counted import CountedEngine
 from .layer import LayerState
@@ -108,11 +109,12 @@ class WeightPanels:
             self._ring = None
 
     def holds(self, layer: LayerState, index: int) -> bool:
-        """Whether a matrix's rows and columns fit the ring."""
-        if self._ring is None:
+        """Whether a matrix lies row by row, and its rows and columns fit the ring."""
+        form = layer.geometry[index]
+        rows, columns = form.shape
+        if self._ring is None or form.stride != (columns, 1):
             return False
-        rows, columns = layer.geometry[index].shape
-        return max(rows, columns) * layer.geometry[index].dtype.itemsize <= self._ring.slot_nbytes
+        return max(rows, columns) * form.dtype.itemsize <= self._ring.slot_nbytes
 
     def steps(self, layer: LayerState, index: int) -> tuple[int, int]:
         """Rows, and columns, of a panel of a matrix."""

@@ -17,11 +17,11 @@ from ....errors import UnsupportedError
 from ....layout import MOMENTS
 from ....plan.profile import CopySample, LayerKind, LayerProfile, Profile, Timing
 from ..convert import plan_layouts
+from .kit import Kit
 from .rehearsal import Subject, rehearse
 from .stand import Home, Stand
 from .store import keep, kept, profile_path
 from .timing import LayerTimes
-from .ways import Kit
 
 CHUNK = 16 << 20  # bytes of a copy beside a layer
 SIZES = (1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)

@@ -108,7 +108,11 @@ def _twin(model: nn.Module) -> nn.Module:
         )
         for parameter in model.parameters()
     }
-    return copy.deepcopy(model, memo)
+    twin = copy.deepcopy(model, memo)
+    config = vars(twin).get("config")
+    if config is not None and hasattr(config, "use_cache"):  # transformers would fill it from call to call
+        config.use_cache = False
+    return twin
 
 
 def _give_weights(

@@ -6,85 +6,23 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from memferry_allocator import Span, Stream
 
 from ....plan.profile import Copy, GradientPlace, Phase, Timing, WeightPlace
 from ..operators import same_bytes
-from .rehearsal import Call, Subject
+from .kit import Homes, Kit, Way
+from .rehearsal import Subject
+from .run import Run
 from .stand import Home, Stand
-from .ways import Homes, Kit, Way, computed, possible
+from .ways import computed, possible
 
 SECONDS = 0.04  # that samples of one timing may take together, about
 FEWEST, MOST = 2, 7
 SLOW = 0.05  # seconds: what takes so long is not measured often
 LONGER = 2.0  # than the layer: the copy beside it
-
-
-class Run:
-    """A layer's forward and backward, over all calls of its modules."""
-
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.inputs: list[torch.Tensor] = []
-
-    def forward(self) -> list[torch.Tensor]:
-        """Without gradients."""
-        with torch.no_grad():
-            return [y for unit, calls in self._subject.units for call in calls for y in _outputs(unit, call)]
-
-    def record(self) -> list[torch.Tensor]:
-        """Forward with gradients, for `backward`; gives what autograd keeps, and forgets gradients so far."""
-        self._pending, self.inputs = [], []
-        for parameter in self._subject.parameters:
-            parameter.grad = None
-        kept: list[torch.Tensor] = []
-
-        def keep(x: torch.Tensor) -> torch.Tensor:
-            kept.append(x)
-            return x
-
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            for unit, calls in self._subject.units:
-                for call in calls:
-                    self._pending += [(y, _like(y)) for y in _outputs(unit, self._leaves(call)) if y.requires_grad]
-        return kept
-
-    @property
-    def has_backward(self) -> bool:
-        """Whether anything recorded needs a gradient."""
-        return bool(self._pending)
-
-    def backward(self) -> None:
-        """Once for each `record`."""
-        results = [y for y, _ in self._pending]
-        torch.autograd.backward(results, [dy for _, dy in self._pending])
-
-    def _leaves(self, call: Call) -> Call:
-        """The call with inputs of its own, of which those get gradients that do in training."""
-
-        def leaf(x: torch.Tensor) -> torch.Tensor:
-            if not x.requires_grad:
-                return x
-            self.inputs.append(x.detach().requires_grad_())
-            return self.inputs[-1]
-
-        return Call(*pytree.tree_map_only(torch.Tensor, leaf, (call.args, call.kwargs)))
-
-
-def _outputs(unit: Any, call: Call) -> list[torch.Tensor]:
-    made = unit(*call.args, **call.kwargs)
-    return [x for x in pytree.tree_leaves(made) if isinstance(x, torch.Tensor)]
-
-
-def _like(y: torch.Tensor) -> torch.Tensor:
-    generator = torch.Generator(y.device).manual_seed(y.numel())
-    return torch.empty_like(y).normal_(0.0, 1e-3, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -263,7 +201,9 @@ class LayerTimes:
         return _same(found.outputs, plain.outputs), _same(found.gradients, plain.gradients)
 
     def _trace(self, subject: Subject, way: Way, homes: Homes, run: Run) -> Traced:
-        with _deterministic(), computed(subject, way, homes, self._kit):
+        devices = [] if self._stand.emulated else [self._stand.device]
+        with torch.random.fork_rng(devices), _deterministic(), computed(subject, way, homes, self._kit):
+            torch.manual_seed(0)  # dropout is the same every time
             outputs = [y.clone() for y in run.forward()]
             run.record()
             if run.has_backward:

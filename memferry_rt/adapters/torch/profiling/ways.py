@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ....device_kernels import open_device_moves
-from ....panels import PANEL, SLOTS, Cut, PanelRing, borders, panel_step
+from ....panels import Cut, PanelRing, borders, panel_step
 from ....plan.profile import GradientPlace, WeightPlace
-from ....staging import StagingRing
 from ..operators import (
     LaneOutbox,
     bias_gradient,
@@ -30,95 +27,19 @@ from ..operators import (
 )
 from ..operators.linear import WeightPanel
 from ..operators.weight import DIRECT_TOKENS
+from .kit import Homes, Kit, Way
 from .rehearsal import Subject
-from .stand import Home, Stand
-
-
-@dataclass(frozen=True)
-class Way:
-    """Where weights are read, and gradients written."""
-
-    weights: WeightPlace = WeightPlace.DEVICE
-    gradients: GradientPlace = GradientPlace.DEVICE
-
-    @property
-    def plain(self) -> bool:
-        return self == Way()
-
-
-class Kit:
-    """Rings in device memory, and kernels; and what passed through host memory in place since `reset`.
-
-    Attributes
-    ----------
-    in_place_nbytes : int
-        As often as a kernel was given the bytes.
-    pool_nbytes : int
-        Of the rings that were used.
-    """
-
-    def __init__(self, stand: Stand, panel: int = PANEL) -> None:
-        self.stand = stand
-        self.moves = open_device_moves(stand.driver, stand.device)
-        self._pool = stand.pool((SLOTS + 2) * panel)
-        self.ring = PanelRing(stand.driver, stand.engine, self._pool, stand.stream, nbytes=panel)
-        self.slabs = StagingRing(self._pool, 2 * panel, stand.stream)
-        self.panel = panel
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin to count anew."""
-        self.in_place_nbytes = 0
-        self._used: set[int] = set()
-        self._before = self._copied()
-
-    @property
-    def copied_nbytes(self) -> int:
-        """Bytes by copy engines, both ways, since `reset`."""
-        return self._copied() - self._before
-
-    @property
-    def pool_nbytes(self) -> int:
-        return sum(ring.nbytes for ring in (self.ring, self.slabs) if id(ring) in self._used)
-
-    def use(self, ring: PanelRing | StagingRing) -> None:
-        """Count a ring's memory."""
-        self._used.add(id(ring))
-
-    def touch(self, *tensors: torch.Tensor) -> None:
-        """Count tensors in host memory that a kernel is given."""
-        self.in_place_nbytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    def close(self) -> None:
-        """Give the rings back; everything enqueued is done."""
-        self.ring.close(self.stand.stream)
-        self.slabs.close(self.stand.stream)
-
-    def _copied(self) -> int:
-        return sum(self.stand.engine.bytes_moved.values()) + self.ring.strided_bytes_in
-
-
-class Homes:
-    """A layer's weights and gradients in mapped host memory."""
-
-    def __init__(self, stand: Stand, subject: Subject) -> None:
-        self.weights: dict[torch.Tensor, Home] = {}
-        self.gradients: dict[torch.Tensor, Home] = {}
-        for parameter in subject.parameters:
-            home = self.weights[parameter] = stand.home(tuple(parameter.shape), parameter.dtype)
-            home.host.copy_(parameter.detach().cpu())
-            if parameter.requires_grad:
-                self.gradients[parameter] = stand.home(tuple(parameter.shape), parameter.dtype)
-                self.gradients[parameter].host.zero_()
-
-    def close(self) -> None:
-        """Give the pages back; nothing enqueued uses them."""
-        for home in (*self.weights.values(), *self.gradients.values()):
-            home.close()
+from .stand import Home
 
 
 def possible(subject: Subject, way: Way, kit: Kit) -> bool:
-    """Whether a layer can be computed so: panels need a linear layer whose rows and columns fit a slot."""
+    """Whether a layer can be computed so.
+
+    Panels need a linear layer whose rows and columns fit a slot; gradients at home need parameters that one module
+    alone uses.
+    """
+    if way.gradients is GradientPlace.HOST and _shared(subject):
+        return False
     if way.weights is not WeightPlace.RING:
         return True
     matrices = [module.weight for module in _modules(subject) if type(module) is nn.Linear]
@@ -147,6 +68,12 @@ def computed(subject: Subject, way: Way, homes: Homes, kit: Kit) -> Iterator[Non
                 sent = parameter.register_post_accumulate_grad_hook(_sends(home, kit))
                 undo.callback(sent.remove)
         yield
+
+
+def _shared(subject: Subject) -> bool:
+    """Whether several modules use one parameter: its gradients are added, and not written by each."""
+    used = [p for module in _modules(subject) for p in module._parameters.values() if p is not None]
+    return len(used) > len(set(used))
 
 
 def _modules(subject: Subject) -> Iterator[nn.Module]:
