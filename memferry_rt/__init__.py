@@ -6,7 +6,15 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import CheckpointInfo, checkpoint_info
-from .errors import BudgetError, CheckpointError, OffloadError, PlanError, UnknownLayerError, UnsupportedError
+from .errors import (
+    BudgetError,
+    CheckpointError,
+    OffloadError,
+    PlanError,
+    RankError,
+    UnknownLayerError,
+    UnsupportedError,
+)
 from .options import OffloadOptions
 
 if TYPE_CHECKING:
@@ -34,6 +42,7 @@ __all__ = [
     "OffloadError",
     "OffloadOptions",
     "PlanError",
+    "RankError",
     "Report",
     "Runtime",
     "UnknownLayerError",

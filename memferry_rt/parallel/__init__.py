@@ -3,6 +3,7 @@
 from .arena import ArenaAddress, RankArena
 from .board import Board, BoardLayout
 from .hosts import ProcessIdentity, host_key
+from .meetings import Meetings, Outcome
 from .share import Part, Share
 from .words import SharedWords
 
@@ -10,6 +11,8 @@ __all__ = [
     "ArenaAddress",
     "Board",
     "BoardLayout",
+    "Meetings",
+    "Outcome",
     "Part",
     "ProcessIdentity",
     "RankArena",

@@ -21,7 +21,7 @@ _NUMBER, _STATE, _PID, _STARTED, _LENGTH = range(5)
 _HEAD = 8  # words: a cache line
 _TEXT = 64  # words for why a rank has failed
 _SPINS = 50
-_SHORTEST, _LONGEST = 20e-6, 1e-3  # seconds between two looks
+_SHORTEST, _LONGEST = 20e-6, 2e-4  # seconds between two looks; a layer is waited for some twenty times a step
 _LOOK_AFTER = 0.05  # seconds between two looks at whether the others live
 
 

@@ -91,6 +91,7 @@ PLANS: list[dict[str, Any]] = [
     {"device_memory": "2GiB"},
     {"device_memory": "2GiB", "pool_memory": "8MiB", "async_step": True},
     {"device_memory": "2GiB", "pool_memory": "64MiB", "optimizer_split": 1.0, "async_step": True},
+    {"device_memory": "2GiB", "plan": {"blocks.*": "dha_then_load+inplace"}, "async_step": True},
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import memferry_rt
+from memferry_allocator import MemFerryError, OutOfMemory, SharedArena
 from tests.runtime.models import Decoder
 
 from . import world
@@ -28,7 +30,7 @@ def _offload(group: Any, odd: dict[str, Any], **common: Any) -> str:
     options = {"device_memory": "1MiB", "device": "emulated", **common, **mine}
     try:
         memferry_rt.offload(model, optimizer, process_group=group, **options)
-    except memferry_rt.OffloadError as error:
+    except MemFerryError as error:
         assert not list(model._forward_hooks), "it was changed"
         model(torch.zeros(1, 12, dtype=torch.int64)).sum().backward()
         optimizer.step()
@@ -61,9 +63,11 @@ def test_ranks_that_differ_are_refused_alike() -> None:
 
 
 def test_what_one_rank_refuses_all_refuse() -> None:
-    [first], [second] = world.succeed(2, _all_different, [{"device_memory": "1KiB"}])
-    assert second.startswith("BudgetError: device_memory: ")
-    assert first == f"RankError: rank 1 refuses, and so do all: {second}"
+    cases = [{"device_memory": "1KiB"}, {"device_memory": "lots"}, {"layers": ("nowhere",)}]
+    both = world.succeed(2, _all_different, cases)
+    for first, second, kind in zip(*both, ("Budget", "InvalidRequest", "Unsupported"), strict=True):
+        assert second.startswith(f"{kind}Error: ")
+        assert first == f"RankError: rank 1 refuses, and so do all: {second}"
 
 
 COMMON: dict[str, tuple[dict[str, Any], str]] = {
@@ -85,15 +89,11 @@ def test_what_ranks_cannot_share_is_refused_alike() -> None:
 
 
 def _elsewhere(group: Any) -> str:
-    import os
-
     os.environ["MEMFERRY_HOST"] = f"machine-{dist.get_rank(group)}"
     return _offload(group, {})
 
 
 def _no_room(group: Any) -> str:
-    from memferry_allocator import OutOfMemory, SharedArena
-
     def create(*_: Any) -> Any:
         raise OutOfMemory("the machine is full", size=1, used=0, limit=0, budget="host memory")
 

@@ -116,6 +116,8 @@ def test_a_late_rank_leaves_alone_what_others_have_updated(optimizer: str) -> No
 def _read_at_once(group: Any, kept: bool) -> dict[str, torch.Tensor]:
     if not kept:
         RankGradients._came_home = _nothing  # type: ignore[method-assign]
+    if dist.get_rank(group) == 1:
+        _delay(RankGradients, "_show", lambda: 0.3)
     model, _ = offloaded(group, JOB)
     with closing(model):
         MODELS[JOB.model][1](model, dist.get_rank(group)).backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -153,47 +154,51 @@ def offload(
     RankError
         Another rank has refused, or has something else than this one; nothing was allocated or changed.
     """
-    options = OffloadOptions.build(
-        device=device,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        max_grad_norm=max_grad_norm,
-        compute_dtype=None if compute_dtype is None else str(compute_dtype).removeprefix("torch."),
-        layers=layers,
-        pool_memory=pool_memory,
-        async_step=async_step,
-        optimizer_split=optimizer_split,
-        spare_slabs=spare_slabs,
-        accumulate=accumulate,
-        accumulate_dtype=None if accumulate_dtype is None else str(accumulate_dtype).removeprefix("torch."),
-        numerics=numerics,
-        emulated=emulated,
-    )
     auto = isinstance(plan, str) and plan == "auto"
     if auto:
         plan = None
     ranks = Ranks.join(process_group)
-    if ranks is None:
-        prepared = _prepare(model, optimizer, options, plan, param_init_fn, alone=True)
-    else:
-        prepared = _prepare_together(ranks, model, optimizer, options, plan, param_init_fn)
-    runtime = Runtime(
-        model,
-        prepared.options,
-        prepared.driver,
-        prepared.device,
-        prepared.planning,
-        prepared.geometries,
-        prepared.plans,
-        prepared.budget,
-        prepared.materialiser,
-        prepared.rule,
-        prepared.update,
-        prepared.spares,
-        ranks,
-        plan,
-        auto,
-    )
+    with contextlib.nullcontext() if ranks is None else ranks.refused_together():
+        options = OffloadOptions.build(
+            device=device,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            max_grad_norm=max_grad_norm,
+            compute_dtype=None if compute_dtype is None else str(compute_dtype).removeprefix("torch."),
+            layers=layers,
+            pool_memory=pool_memory,
+            async_step=async_step,
+            optimizer_split=optimizer_split,
+            spare_slabs=spare_slabs,
+            accumulate=accumulate,
+            accumulate_dtype=None if accumulate_dtype is None else str(accumulate_dtype).removeprefix("torch."),
+            numerics=numerics,
+            emulated=emulated,
+        )
+        options = options if ranks is None else options_of_rank(options, ranks)
+        prepared = _prepare(model, optimizer, options, plan, param_init_fn, ranks)
+    if ranks is not None:
+        cuts, layouts = prepared.planning.cuts, prepared.planning.layouts
+        alike = facts(options, optimizer, cuts, layouts, prepared.geometries, prepared.budget)
+        ranks.agree(alike | {"the modes of layers": repr(prepared.plans)})
+    with contextlib.nullcontext() if ranks is None else ranks.told():
+        runtime = Runtime(
+            model,
+            prepared.options,
+            prepared.driver,
+            prepared.device,
+            prepared.planning,
+            prepared.geometries,
+            prepared.plans,
+            prepared.budget,
+            prepared.materialiser,
+            prepared.rule,
+            prepared.update,
+            prepared.spares,
+            ranks,
+            plan,
+            auto,
+        )
     prepared.budget.begin()
     model.__dict__[_ATTRIBUTE] = runtime
     return model, optimizer
@@ -216,40 +221,13 @@ class _Prepared:
     spares: int
 
 
-def _prepare_together(
-    ranks: Ranks,
-    model: nn.Module,
-    optimizer: Optimizer,
-    options: OffloadOptions,
-    plan: GivenPlan | None,
-    init: ParameterInit | None,
-) -> _Prepared:
-    """As `_prepare`, refused on all ranks where one refuses or they differ."""
-    try:
-        options = options_of_rank(options)
-        if options.device.startswith("cuda:"):
-            ranks.device = torch.device(options.device)
-        prepared = _prepare(model, optimizer, options, plan, init, alone=False)
-        refuse_unshared(optimizer, in_parts=prepared.rule.in_parts)
-        emulated = prepared.driver.name == "emulated"
-        ranks.require_backend(torch.device("cpu") if emulated else torch.device("cuda", prepared.device))
-    except Exception as error:
-        ranks.agree({}, error)
-        raise
-    planning = prepared.planning
-    alike = facts(options, optimizer, planning.cuts, planning.layouts, prepared.geometries, prepared.budget)
-    ranks.agree(alike | {"the modes of layers": repr(prepared.plans)})
-    return prepared
-
-
 def _prepare(
     model: nn.Module,
     optimizer: Optimizer,
     options: OffloadOptions,
     plan: GivenPlan | None,
     init: ParameterInit | None,
-    *,
-    alone: bool,
+    ranks: Ranks | None,
 ) -> _Prepared:
     dtype = _compute_dtype(options.compute_dtype)
     require_hooks()
@@ -257,6 +235,8 @@ def _prepare(
     rule = choose_rule(optimizer, model)
     if not rule.shared:
         refuse_sharing(optimizer, options.optimizer_split, options.spare_slabs)
+    if ranks is not None:
+        refuse_unshared(optimizer, in_parts=rule.in_parts)
     driver, ordinal = open_device(options.device, emulated=_machine(options))
     updated = {
         parameter: rule.state_keys(group, parameter)
@@ -269,6 +249,8 @@ def _prepare(
     update = None
     if isinstance(rule, AdamRule) and split not in ("cpu", 0.0):
         update = open_device_update(driver, ordinal, rule.kernel)
+    if ranks is not None:
+        ranks.require_backend("gloo" if driver.name == "emulated" else "nccl")
     spares = options.spare_slabs
     if spares is None and isinstance(plan, Plan):
         spares = plan.spare_slabs
@@ -285,7 +267,7 @@ def _prepare(
         driver,
         ordinal,
         updates=update is not None,
-        shared=not alone,
+        shared=ranks is not None,
         dtype=dtype_of(geometries),
     )
     plans = planning.resolve(plan)

@@ -152,7 +152,7 @@ class ClassRule(UpdateRule):
             "one parameter at a time; they are exact, but slower, the device takes no share of them, and none is "
             "made during backward",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
     def state_keys(self, group: dict[str, Any], parameter: nn.Parameter) -> tuple[str, ...]:

@@ -8,18 +8,18 @@ the whole mean on every rank, to be read and not to be written.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
+from torch import nn
 
 from memferry_allocator import Direction, Span, Stream
 
-from ....errors import OffloadError, RankError, UnsupportedError
+from ....errors import OffloadError, UnsupportedError
+from ....parallel import Meetings
 from ....plan.modes import GradientMode
 from ..contributions import Contribution
 from ..gradient_slot import GradientSlot
@@ -28,8 +28,6 @@ from ..layer import LayerState
 from ..norm import norms_of
 from .exchange import Flight, PieceExchange
 from .ranks import Ranks, digest
-
-_BACKWARD, _STEP = 0, 1
 
 
 class RankGradients(GradientFlow):
@@ -55,6 +53,7 @@ class RankGradients(GradientFlow):
         self._first_uses = first_uses
         self._tasks: set[int] = set()  # backwards that are under way, one inside the other
         self._begun = False
+        self._by_index: dict[int, LayerState] = {}  # layers that have gradients
         self._order: list[LayerState] = []
         self._turn = 0
         self._flying: deque[tuple[LayerState, Flight]] = deque()
@@ -62,6 +61,15 @@ class RankGradients(GradientFlow):
         self._kept: set[GradientSlot] = set()  # whose home has the sum of earlier micro-steps
         self._given: set[GradientSlot] = set()  # what this backward has given a gradient
         self._norms: dict[GradientSlot, torch.Tensor] = {}  # of the own parts
+
+    # -- set-up ---------------------------------------------------------------------------------------
+    def attach(self, name: str, parameter: nn.Parameter, layer: LayerState, index: int) -> GradientSlot:
+        self._by_index[layer.index] = layer
+        return super().attach(name, parameter, layer, index)
+
+    @functools.cached_property
+    def _meetings(self) -> Meetings:
+        return Meetings(self._ranks.board, len(self._by_index))
 
     # -- during backward --------------------------------------------------------------------------------
     def in_backward(self) -> None:
@@ -96,7 +104,7 @@ class RankGradients(GradientFlow):
             if not self._begun:
                 if partial is not None and not _is_as_left(slot, partial):
                     raise _changed(slot)
-                self._begin(_BACKWARD, {slot} if partial is not None else set(), arriving=slot)
+                self._begin({slot} if partial is not None else set(), slot)
             self._advance()  # of the layer before: hooks of users have seen its gradients by now
             local = self._local.setdefault(slot.layer, {})
             if slot in local:
@@ -108,8 +116,8 @@ class RankGradients(GradientFlow):
         """The gradient itself: what is written home is the mean over the ranks."""
         return contribution.dense()
 
-    def _begin(self, kind: int, kept: set[GradientSlot], arriving: GradientSlot | None = None) -> bool:
-        """Meet the other ranks at a backward or a step; whether any of them is in a backward.
+    def _begin(self, kept: set[GradientSlot], arriving: GradientSlot | None) -> bool:
+        """Meet the other ranks, at a backward with what it gives first or at a step; whether any is in a backward.
 
         Behind it nobody reads gradients at home any more, and all have kept the same of them.  Behind a step that
         all make, no device reads weights any more.
@@ -127,35 +135,21 @@ class RankGradients(GradientFlow):
                 if slot not in kept:
                     self._let_go(slot)
         self._end_brackets()
-        if kind == _STEP:
+        if arriving is None:
             self._driver.synchronize(self._engine.device)
         else:
             self._stream().synchronize()
-        known = {layer.index for layer in self._homes}
-        uses = [index for index in self._first_uses() if index in known]
+        uses = [index for index in self._first_uses() if index in self._by_index]
         same = digest(" ".join(slot.name for slot in self.slots if slot in kept))
-        own = [kind, same, len(uses), *uses, *[0] * (len(known) - len(uses))]
-        found = self._ranks.board.gather(own, "their next backward or step")
-        odd = [rank for rank, message in enumerate(found) if message[1] != found[0][1]]
-        if odd:
-            raise RankError(
-                f"ranks differ in which parameters have a gradient before a backward or a step: rank {odd[0]} has "
-                "others than rank 0; call zero_grad() alike on all ranks"
-            )
-        backwards = [message for message in found if message[0] == _BACKWARD]
-        if not backwards:
+        first = self._meetings.begin(same, uses, step=arriving is None)
+        if first is None:
             return False
         self._kept = kept
         self._begun, self._turn, self._given = True, 0, set()
-        if not self._order:
-            self._order = self._order_of(backwards[0])
+        if not self._order:  # backward completes layers the other way round; what nobody loads comes last
+            rest = sorted(self._by_index.keys() - set(first), reverse=True)
+            self._order = [self._by_index[index] for index in [*reversed(first), *rest]]
         return True
-
-    def _order_of(self, message: npt.NDArray[np.int64]) -> list[LayerState]:
-        """Backward completes layers in the opposite order of their first use; what nobody loads comes last."""
-        layers = {layer.index: layer for layer in self._homes}
-        used = message[3 : 3 + message[2]].tolist()
-        return [layers[index] for index in [*reversed(used), *sorted(layers.keys() - set(used), reverse=True)]]
 
     def _advance(self) -> None:
         """Exchange every layer whose turn it is and whose gradients are complete."""
@@ -260,21 +254,14 @@ class RankGradients(GradientFlow):
         A parameter that gets a second gradient when its layer has left already, as reentrant checkpoints do to one
         that is used twice, is what more there may be.
         """
-        layers, slots = len(self._order), len(self.slots)
-        late = [int(bool(self._local.get(layer))) for layer in self._order]
-        arrived = [int(slot in self._given) for slot in self.slots]
-        own = np.array(self._own_norms(), np.float64)
-        found = np.stack(
-            self._ranks.board.gather(np.concatenate([late, arrived, own.view(np.int64)]), "the end of a backward")
+        outcome = self._meetings.end(
+            [bool(self._local.get(layer)) for layer in self._order],
+            [slot in self._given for slot in self.slots],
+            self._own_norms(),
         )
-        more = found[:, :layers].max(axis=0).tolist()
-        anywhere = found[:, layers : layers + slots].max(axis=0).tolist()
-        self._given = {slot for slot, here in zip(self.slots, anywhere, strict=True) if here}
-        norms = [
-            math.sqrt(sum(value * value for value in values))  # in the order of the ranks
-            for values in np.ascontiguousarray(found[:, layers + slots :]).view(np.float64).T.tolist()
-        ]
-        return [layer for layer, some in zip(self._order, more, strict=True) if some], norms
+        self._given = {slot for slot, here in zip(self.slots, outcome.arrived, strict=True) if here}
+        late = [layer for layer, more in zip(self._order, outcome.late, strict=True) if more]
+        return late, outcome.norms
 
     def _own_norms(self) -> list[float]:
         """Of the own part of each parameter's gradient."""
@@ -306,7 +293,7 @@ class RankGradients(GradientFlow):
                 "GradScaler.unscale_() before step() with process_group: every rank would scale what all share; "
                 "leave it out, step() unscales, and clip with max_grad_norm"
             )
-        while self._begin(_STEP, set()):
+        while self._begin(set(), None):
             self._complete()
         return [slot for slot in self.slots if slot.parameter.grad is not None]
 

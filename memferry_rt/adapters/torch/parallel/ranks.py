@@ -142,14 +142,23 @@ class Ranks:
                 "state is shared within one; start all ranks on one host, in one container"
             )
 
-    def require_backend(self, device: torch.device) -> None:
-        """Refuse a group that cannot carry tensors of the device.
+    @contextlib.contextmanager
+    def refused_together(self) -> Iterator[None]:
+        """Before training: what one rank refuses in here, all refuse where they `agree`."""
+        try:
+            yield
+        except Exception as error:
+            self.agree({}, error)
+            raise
+
+    def require_backend(self, wanted: str) -> None:
+        """Refuse a group that cannot carry the device's tensors by ``"nccl"`` or ``"gloo"``.
 
         Raises
         ------
         UnsupportedError
         """
-        wanted = "nccl" if device.type == "cuda" else "gloo"
+        device = torch.device("cuda" if wanted == "nccl" else "cpu")
         try:
             name = self.group._get_backend(device).name()
         except RuntimeError:
@@ -254,7 +263,8 @@ class Ranks:
         try:
             yield
         except BaseException as error:
-            self.board.fail(error)
+            if hasattr(self, "board"):
+                self.board.fail(error)
             raise
 
     def close(self) -> None:

@@ -15,11 +15,12 @@ from ....options import OffloadOptions
 from ..budget import Budget
 from ..cut import Cut
 from ..layer import Geometry
+from .ranks import Ranks
 
 OWN = frozenset({"device", "emulated"})  # what every rank has for itself
 
 
-def options_of_rank(options: OffloadOptions) -> OffloadOptions:
+def options_of_rank(options: OffloadOptions, ranks: Ranks) -> OffloadOptions:
     """Options as one rank uses them: on the device that its process has chosen, and no more than ranks can share.
 
     Raises
@@ -35,6 +36,8 @@ def options_of_rank(options: OffloadOptions) -> OffloadOptions:
     device = options.device
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{torch.cuda.current_device()}"
+    if device.startswith("cuda:"):
+        ranks.device = torch.device(device)
     return dataclasses.replace(options, device=device, spare_slabs=0, accumulate=1)
 
 
