@@ -8,7 +8,7 @@ TESTS ?= tests
 JOBS ?= 2
 
 .PHONY: demo test test-all test-gpu lint bench bench-allocator bench-interop bench-optimizer bench-pipeline bench-plan \
-  bench-bandwidth clean
+  bench-bandwidth bench-dha bench-scale clean
 
 demo: $(READY)  ## the main job: train a small language model through a third of its weights' memory
 	$(RUN)memferry train --preset tiny --steps 12 --verify
@@ -46,6 +46,10 @@ bench-pipeline:
 	$(RUN)python -m benchmarks.pipeline
 	$(RUN)python -m benchmarks.tables
 
+bench-dha:  ## direct host access: operators, and models in little memory
+	$(RUN)python -m benchmarks.dha
+	$(RUN)python -m benchmarks.tables
+
 bench-plan:  ## predicted iterations against measured ones; PROFILES=folder for those by profile, too
 	$(RUN)python -m benchmarks.plan $(if $(PROFILES),--profiles $(PROFILES))
 	$(RUN)python -m benchmarks.tables
@@ -53,6 +57,9 @@ bench-plan:  ## predicted iterations against measured ones; PROFILES=folder for 
 bench-bandwidth:  ## two CUDA devices or more, for all of it
 	$(RUN)memferry bandwidth --all --recalibrate --json benchmarks/results/bandwidth-2xh200.json
 	$(RUN)python -m benchmarks.tables
+
+bench-scale:  ## two CUDA devices
+	$(RUN)python -m benchmarks.scale
 
 NATIVE := $(wildcard memferry_rt/native/*.[ch] memferry_rt/native/build.py allocator/memferry_allocator/native/*.[ch] \
   allocator/memferry_allocator/native/*.cpp allocator/memferry_allocator/native/build.py)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.deepspeed_zero2 --preset llama-1b ... --json FILE
 
-Takes options of ``memferry train``; writes a short JSON.  One process, one GPU, no launcher.
+Takes options of ``memferry train``; writes a short JSON.  One process and one GPU, or several under ``torchrun``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import os
 import sys
 from typing import Any
 
+_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+if _here > 1:  # the launcher has set it to 1
+    os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)) // _here)
 os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
     os.environ.setdefault(name, value)

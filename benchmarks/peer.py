@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ def options_of(arguments: list[str]) -> TrainOptions:
 
 
 class Peer:
-    """A run on a CUDA device: its recipe, its text, its times.
+    """A run on a CUDA device: its recipe, its text, its times; under ``torchrun`` one of several.
 
     Parameters
     ----------
@@ -41,8 +43,13 @@ class Peer:
 
     def __init__(self, options: TrainOptions) -> None:
         tokens = tokenise(read_text(options.data), options.tokenizer)
-        self.recipe: Recipe = options.settle(emulated=False, vocabulary=tokens.vocabulary)
-        self._batches = Batches(tokens, self.recipe)
+        ranks, self._rank = (
+            int(os.environ.get(key, value)) for key, value in (("WORLD_SIZE", "1"), ("RANK", "0"))
+        )
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        alone = options.settle(emulated=False, vocabulary=tokens.vocabulary)
+        self.recipe: Recipe = replace(alone, ranks=ranks)
+        self._batches = Batches(tokens, self.recipe, self._rank)
         self._out = options.json
 
     def windows(self, step: int, micro_step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,5 +77,7 @@ class Peer:
             "device_peak_allocated_bytes": torch.cuda.max_memory_allocated(),
             "samples": [{"seconds": s, "loss": x} for s, x in zip(seconds, losses, strict=True)],
         }
+        if self._rank != 0:
+            return
         assert self._out is not None
         self._out.write_text(json.dumps(result))

@@ -13,10 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .dha import tables as dha
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-PAGES = ("docs/allocator.md", "docs/interop.md", "docs/performance.md", "docs/bandwidth.md", "docs/scheduler.md")
+PAGES = tuple(
+    f"docs/{page}.md" for page in ("allocator", "interop", "performance", "bandwidth", "dha", "scheduler")
+)
 
 Rows = list[tuple[str, ...]]
 
@@ -246,6 +250,10 @@ TABLES = {
     "peers": Table("pipeline", peers),
     "plan": Table("plan", plan),
     "bandwidth": Table("bandwidth-2xh200", bandwidth, "bench-bandwidth"),
+    **{
+        f"dha_{made.__name__}": Table("dha", made)
+        for made in (dha.link, dha.embedding, dha.rows, dha.gradient, dha.ring, dha.beside, dha.models)
+    },
 }
 
 

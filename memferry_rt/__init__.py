@@ -6,32 +6,72 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import CheckpointInfo, checkpoint_info
-from .errors import BudgetError, CheckpointError, OffloadError, UnsupportedError
+from .errors import (
+    BudgetError,
+    CheckpointError,
+    OffloadError,
+    PlanError,
+    RankError,
+    UnknownLayerError,
+    UnsupportedError,
+)
 from .options import OffloadOptions
 
 if TYPE_CHECKING:
-    from .adapters.torch import Lion, Report, Runtime, load, offload, restore, runtime_of, save, synchronize
+    from .adapters.torch import (
+        LayerReport,
+        Lion,
+        Report,
+        Runtime,
+        load,
+        offload,
+        plan_of,
+        restore,
+        runtime_of,
+        save,
+        set_plan,
+        synchronize,
+    )
 
 __all__ = [
     "BudgetError",
     "CheckpointError",
     "CheckpointInfo",
+    "LayerReport",
     "Lion",
     "OffloadError",
     "OffloadOptions",
+    "PlanError",
+    "RankError",
     "Report",
     "Runtime",
+    "UnknownLayerError",
     "UnsupportedError",
     "checkpoint_info",
     "load",
     "offload",
+    "plan_of",
     "restore",
     "runtime_of",
     "save",
+    "set_plan",
     "synchronize",
 ]
 
-_FROM_TORCH = ("Lion", "Report", "Runtime", "load", "offload", "restore", "runtime_of", "save", "synchronize")
+_FROM_TORCH = (
+    "LayerReport",
+    "Lion",
+    "Report",
+    "Runtime",
+    "load",
+    "offload",
+    "plan_of",
+    "restore",
+    "runtime_of",
+    "save",
+    "set_plan",
+    "synchronize",
+)
 
 
 def __getattr__(name: str) -> Any:

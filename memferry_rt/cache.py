@@ -13,7 +13,8 @@ class LayerCache:
     """Layers in the device budget, as views that stay open until their memory is wanted.
 
     Who evicts what follows Bélády: the layer whose next use is farthest goes first, and a layer is loaded early
-    only over layers that are needed later.
+    only over layers that are needed later.  Layers that are kept are never evicted, and those that are read in
+    place have a view of their host pages instead.
 
     Parameters
     ----------
@@ -26,6 +27,8 @@ class LayerCache:
         Whether a tensor outside the cache still uses a layer's device memory; such a layer is not evicted.
     settle : callable
         Blocks until a layer's update is made or, on the device, enqueued: its device copy may then be evicted.
+    ended : callable
+        Told when a layer's host pages are open to the device no longer.
     """
 
     def __init__(
@@ -36,16 +39,20 @@ class LayerCache:
         ready: Callable[[int], bool],
         held: Callable[[int], bool],
         settle: Callable[[int], None],
+        ended: Callable[[int], None] = lambda layer: None,
     ) -> None:
         self._partitions = partitions
         self._trace = trace
         self._ready = ready
         self._held = held
         self._settle = settle
+        self._ended = ended
         self._views: dict[int, View] = {}
+        self._at_home: dict[int, View] = {}
+        self._kept: set[int] = set()
         self._pins = [0] * len(partitions)
 
-    def use(self, layer: int, stream: Stream, *, training: bool) -> int:
+    def use(self, layer: int, stream: Stream, *, training: bool, backward: bool = False) -> int:
         """The device pointer of a layer's weights, valid in `stream`'s order until `evict` or `release`.
 
         Raises
@@ -53,18 +60,53 @@ class LayerCache:
         OutOfMemory
             Layers in use at the same time leave no room for this one.
         """
-        moved = self._trace.use(layer) if training else layer not in self._views
+        moved = self._trace.use(layer, backward=backward) if training else layer not in self._views
         view = self._views.get(layer)
         if view is None:
-            partition = self._partitions[layer]
-            if not partition.resident and not self._make_room(partition.nbytes, beyond=-1, keep=layer):
-                raise self._no_room(layer)
-            view = self._views[layer] = partition.acquire(Place.DEVICE, Mode.READ, stream=stream)
+            self._require_room(layer)
+            view = self._views[layer] = self._partitions[layer].acquire(Place.DEVICE, Mode.READ, stream=stream)
         elif stream not in view.streams:
             view.record_stream(stream)
         if moved:
             self._prefetch(layer, training=training)
         return view.ptr
+
+    def read_in_place(self, layer: int, stream: Stream, *, training: bool, backward: bool = False) -> View:
+        """A view of a layer's host pages for kernels of `stream`, valid until its use ends.
+
+        Its update is made or, on the device, enqueued.
+        """
+        moved = self._trace.use(layer, backward=backward) if training else layer not in self._at_home
+        view = self.open_at_home(layer, stream)
+        if moved:
+            self._prefetch(layer, training=training)
+        return view
+
+    def open_at_home(self, layer: int, stream: Stream) -> View:
+        """As `read_in_place`, ahead of a use that is yet to come."""
+        view = self._at_home.get(layer)
+        if view is None:
+            view = self._at_home[layer] = self._partitions[layer].acquire(Place.MAPPED, Mode.READ, stream=stream)
+        elif stream not in view.streams:
+            view.record_stream(stream)
+        return view
+
+    def keep(self, layer: int) -> None:
+        """Load a layer and keep its device memory until `let_go`.
+
+        Raises
+        ------
+        OutOfMemory
+            The pool has no room for it.
+        """
+        self._partitions[layer].pin()
+        self._kept.add(layer)
+
+    def let_go(self) -> None:
+        """No layer is kept any more."""
+        for layer in self._kept:
+            self._partitions[layer].unpin()
+        self._kept.clear()
 
     def pin(self, layer: int) -> None:
         """Keep a layer in device memory until it is unpinned as often."""
@@ -77,31 +119,42 @@ class LayerCache:
         return self._pins[layer] > 0
 
     def load_early(self, layer: int) -> bool:
-        """Start loading a layer if there is room without evicting; whether it is there or on its way."""
+        """Start loading a layer if forward needs it and there is room without evicting; False if there is none."""
         partition = self._partitions[layer]
-        if not partition.resident:
-            if partition.space.pool.largest_free < partition.nbytes:
+        if not partition.resident and self._trace.loads(layer, False):
+            if layer not in self._kept and partition.space.pool.largest_free < partition.nbytes:
                 return False
             partition.prefetch()
         return True
 
     def release(self) -> None:
         """Close every view: their last uses are those enqueued until now."""
-        for view in self._views.values():
-            view.release()
-        self._views.clear()
+        for views in (self._views, self._at_home):
+            for view in views.values():
+                view.release()
+            views.clear()
 
     def evict(self, layer: int) -> None:
-        """Give a layer's device memory back, after bringing home what is newer there."""
+        """Give a layer's device memory back, after bringing home what is newer there.
+
+        One that is kept loses what its memory holds, and is loaded anew at its next use.
+        """
         self._settle(layer)
         self.end_use(layer)
-        self._partitions[layer].evict()
+        if layer in self._kept:
+            self._partitions[layer].acquire(Place.HOST, Mode.READ_WRITE).release()
+        else:
+            self._partitions[layer].evict()
 
     def end_use(self, layer: int) -> None:
-        """End the view of a layer's weights; they stay where they are."""
+        """End the views of a layer's weights; they stay where they are."""
         view = self._views.pop(layer, None)
         if view is not None:
             view.release()
+        view = self._at_home.pop(layer, None)
+        if view is not None:
+            view.release()
+            self._ended(layer)
 
     def open_for_update(self, layer: int, stream: Stream) -> View:
         """A writing view of a layer's device copy, which becomes the newest; its reading views end.
@@ -111,11 +164,9 @@ class LayerCache:
         OutOfMemory
             Layers in use leave no room for it.
         """
-        partition = self._partitions[layer]
-        if not partition.resident and not self._make_room(partition.nbytes, beyond=-1, keep=layer):
-            raise self._no_room(layer)
+        self._require_room(layer)
         self.end_use(layer)
-        return partition.acquire(Place.DEVICE, Mode.READ_WRITE, stream=stream)
+        return self._partitions[layer].acquire(Place.DEVICE, Mode.READ_WRITE, stream=stream)
 
     @property
     def resident(self) -> list[int]:
@@ -123,7 +174,8 @@ class LayerCache:
         return [layer for layer, partition in enumerate(self._partitions) if partition.resident]
 
     def _prefetch(self, current: int, *, training: bool) -> None:
-        order = self._trace.upcoming() if training else iter(range(current + 1, len(self._partitions)))
+        later = range(current + 1, len(self._partitions))
+        order = self._trace.upcoming() if training else (i for i in later if self._trace.loads(i, False))
         for layer in order:
             partition = self._partitions[layer]
             if partition.resident:
@@ -131,11 +183,18 @@ class LayerCache:
             if not self._ready(layer):
                 return
             beyond = self._trace.next_use(layer) if training else -1
-            if not self._make_room(partition.nbytes, beyond=beyond, keep=current):
+            if layer not in self._kept and not self._make_room(partition.nbytes, beyond=beyond, keep=current):
                 return
             partition.prefetch()
             if not training:
                 return
+
+    def _require_room(self, layer: int) -> None:
+        partition = self._partitions[layer]
+        if partition.resident or layer in self._kept:
+            return
+        if not self._make_room(partition.nbytes, beyond=-1, keep=layer):
+            raise self._no_room(layer)
 
     def _make_room(self, nbytes: int, *, beyond: int, keep: int) -> bool:
         """Evict layers that are needed later than `beyond` until `nbytes` fit; whether they do."""
@@ -152,7 +211,7 @@ class LayerCache:
         return True
 
     def _evictable(self, layer: int) -> bool:
-        return not self._pins[layer] and not self._held(layer)
+        return not self._pins[layer] and layer not in self._kept and not self._held(layer)
 
     def _no_room(self, layer: int) -> OutOfMemory:
         partition = self._partitions[layer]

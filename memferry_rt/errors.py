@@ -15,6 +15,10 @@ class CheckpointError(OffloadError):
     """A checkpoint that could not be written, is not whole, or does not belong to this model and optimizer."""
 
 
+class RankError(OffloadError):
+    """A rank of a process group has ended, failed, or differs from the others; training cannot go on."""
+
+
 class DeviceKernelError(OffloadError):
     """The device kernels cannot be compiled on this machine; the CPU can still do their work."""
 

@@ -25,6 +25,7 @@ class OffloadOptions:
     spare_slabs: int | None = None
     accumulate: int = 1
     accumulate_dtype: str | None = None
+    numerics: str = "exact"
     emulated: EmulatedOptions | None = None
 
     @classmethod
@@ -43,6 +44,7 @@ class OffloadOptions:
         spare_slabs: str | int,
         accumulate: int = 1,
         accumulate_dtype: str | None = None,
+        numerics: str = "exact",
         emulated: EmulatedOptions | None,
     ) -> OffloadOptions:
         """Options from what a user writes.
@@ -69,6 +71,7 @@ class OffloadOptions:
             spare_slabs=_spare_slabs(spare_slabs),
             accumulate=_micro_steps(accumulate),
             accumulate_dtype=_accumulate_dtype(accumulate_dtype),
+            numerics=_numerics(numerics),
             emulated=emulated,
         )
 
@@ -105,3 +108,9 @@ def _accumulate_dtype(name: str | None) -> str | None:
     raise InvalidRequestError(
         f"accumulate_dtype: {name!r} is not supported; give 'float32', or leave it out for each parameter's own"
     )
+
+
+def _numerics(name: str) -> str:
+    if name in ("exact", "relaxed"):
+        return name
+    raise InvalidRequestError(f"numerics: {name!r} is neither 'exact' nor 'relaxed'")

@@ -34,6 +34,10 @@ class _Update:
         else:
             wait(self.work)
 
+    def failed(self) -> bool:
+        """Whether it is over, and a piece has failed."""
+        return not isinstance(self.work, NativeBatch) and any(piece.exception() is not None for piece in self.work)
+
     def raise_failure(self) -> None:
         for piece in () if isinstance(self.work, NativeBatch) else self.work:
             piece.result()

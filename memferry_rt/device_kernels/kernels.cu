@@ -10,6 +10,12 @@ typedef unsigned long uintptr_t;
 #include "adam.h"
 #include "arithmetic.h"
 
+#if defined(__CUDACC_VER_MAJOR__) && (__CUDACC_VER_MAJOR__ > 12 || __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 4)
+#define FEW_REGISTERS __maxnreg__(32)
+#else
+#define FEW_REGISTERS
+#endif
+
 enum { GROUP = 4, NORM_BLOCK = 4096, NORM_LANES = 64, NORM_THREADS = 8, LANES_A_THREAD = NORM_LANES / NORM_THREADS };
 
 typedef struct {
@@ -153,5 +159,86 @@ extern "C" __global__ void memferry_sums(uintptr_t values, int dtype, size_t cou
         }
         double sum = across(lanes);
         if (part == 0 && block < blocks) sums[block] = sum;
+    }
+}
+
+/* -- moving bytes between device and host memory ------------------------------------------------------------------ */
+
+/* Where a thread is in rows of `width` units of 16 bytes: as it goes on by `stride` units nothing is divided. */
+typedef struct {
+    unsigned row, column;
+} cell;
+
+INLINE cell cell_at(unsigned i, unsigned width) { return {i / width, i % width}; }
+
+INLINE cell onwards(cell at, cell by, unsigned width) {
+    at.row += by.row;
+    at.column += by.column;
+    if (at.column >= width) {
+        at.column -= width;
+        at.row++;
+    }
+    return at;
+}
+
+/* Rows of `width` units, which begin every so many units; a thread has `ahead` loads under way before it stores.
+ * With `settle` what it has stored is in place before it loads more, so that no more than that is on the link. */
+template <int ahead>
+__device__ __forceinline__ void move_rows(uint4 *target, unsigned target_pitch, const uint4 *source,
+                                          unsigned source_pitch, unsigned width, unsigned count, int settle) {
+    unsigned first = (unsigned)this_thread(), stride = (unsigned)all_threads();
+    if (first >= count) return;
+    unsigned left = (count - first - 1) / stride + 1; /* units of this thread; no index here can wrap around */
+    cell at = cell_at(first, width), by = cell_at(stride, width), from = at;
+    for (; left >= ahead; left -= ahead) {
+        uint4 held[ahead];
+#pragma unroll
+        for (int j = 0; j < ahead; j++) {
+            held[j] = source[(size_t)at.row * source_pitch + at.column];
+            at = onwards(at, by, width);
+        }
+#pragma unroll
+        for (int j = 0; j < ahead; j++) {
+            target[(size_t)from.row * target_pitch + from.column] = held[j];
+            from = onwards(from, by, width);
+        }
+        if (settle) __threadfence_system();
+    }
+    for (; left > 0; left--) {
+        target[(size_t)at.row * target_pitch + at.column] = source[(size_t)at.row * source_pitch + at.column];
+        at = onwards(at, by, width);
+    }
+}
+
+/* A few large blocks keep the link busy: each has a multiprocessor for itself. */
+enum { AHEAD = 8 };
+extern "C" __global__ void memferry_move(uint4 *target, unsigned target_pitch, const uint4 *source,
+                                         unsigned source_pitch, unsigned width, unsigned count, int settle) {
+    move_rows<AHEAD>(target, target_pitch, source, source_pitch, width, count, settle);
+}
+
+/* Blocks of one warp and 1024 registers, which are to find room beside a matrix product's blocks. */
+extern "C" __global__ void FEW_REGISTERS memferry_seep(uint4 *target, unsigned target_pitch, const uint4 *source,
+                                                       unsigned source_pitch, unsigned width, unsigned count,
+                                                       int settle) {
+    move_rows<2>(target, target_pitch, source, source_pitch, width, count, settle);
+}
+
+/* target[rows[r]] = values[r], or zeros without values; rows whose `skip` is not 0 are left out.  `width` in units. */
+extern "C" __global__ void memferry_scatter_rows(uint4 *target, const long long *rows, const uint4 *values,
+                                                 const unsigned char *skip, size_t width, size_t count) {
+    size_t units = width * count, stride = all_threads();
+    for (size_t first = this_thread(); first < units; first += stride * AHEAD) {
+        uint4 held[AHEAD];
+        size_t place[AHEAD];
+        for (int j = 0; j < AHEAD; j++) {
+            size_t i = first + j * stride, r = (unsigned)i / (unsigned)width;
+            place[j] = (size_t)-1;
+            if (i >= units || (skip && skip[r])) continue;
+            place[j] = (size_t)rows[r] * width + (i - r * width);
+            held[j] = values ? values[i] : make_uint4(0, 0, 0, 0);
+        }
+        for (int j = 0; j < AHEAD; j++)
+            if (place[j] != (size_t)-1) target[place[j]] = held[j];
     }
 }

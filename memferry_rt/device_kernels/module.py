@@ -48,7 +48,14 @@ class DeviceModule:
         return [ctypes.c_size_t(value) for value in values]
 
     def launch(
-        self, name: str, stream: Stream, *, threads: int, arguments: list[Any], blocks: int | None = None
+        self,
+        name: str,
+        stream: Stream,
+        *,
+        threads: int,
+        arguments: list[Any],
+        blocks: int | None = None,
+        block: int = THREADS,
     ) -> None:
         """Enqueue a kernel.
 
@@ -60,12 +67,14 @@ class DeviceModule:
             Copied when the call returns.
         blocks : int, optional
             At most this many; by default as many as fill the device.
+        block : int
+            Threads of a block.
         """
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        grid = max(1, min(blocks or self.processors * RESIDENT, -(-threads // THREADS)))
+        grid = max(1, min(blocks or self.processors * RESIDENT, -(-threads // block)))
         with self._current():
             result = cu.cuLaunchKernel(
-                self._kernel(name), grid, 1, 1, THREADS, 1, 1, 0, stream.handle, ctypes.addressof(pointers), 0
+                self._kernel(name), grid, 1, 1, block, 1, 1, 0, stream.handle, ctypes.addressof(pointers), 0
             )
         _check(name, result)
 

@@ -6,8 +6,8 @@ from cffi import FFI
 
 HERE = Path(__file__).parent
 SOURCES = Path("memferry_rt/native")  # setuptools wants sources relative to the project
-DECLARED = ("adam.h", "one_state.h", "kernels.h")
-FILES = ("adam.c", "sgd.c", "adagrad.c", "lion.c", "gradients.c", "pool.c", "variants.c")
+DECLARED = ("adam.h", "one_state.h", "kernels.h", "words.h")
+FILES = ("adam.c", "sgd.c", "adagrad.c", "lion.c", "gradients.c", "pool.c", "variants.c", "words.c")
 
 builder = FFI()
 for header in DECLARED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -148,8 +148,18 @@ class Workload:
     @cached_property
     def fingerprint(self) -> str:
         """Of the dtype, names and sizes of parameters, in hexadecimal: what a plan must fit."""
-        made = [[layer.name, sorted(map(_numel, layer.shapes))] for layer in self.layers if layer.parameters]
-        return hashlib.sha256(json.dumps([self.dtype, sorted(made)]).encode()).hexdigest()[:12]
+        return fingerprint_of(self.dtype, self.sizes)
+
+    @cached_property
+    def sizes(self) -> dict[str, list[int]]:
+        """For every layer with parameters of its own, how many elements each of them has."""
+        return {layer.name: [_numel(shape) for shape in layer.shapes] for layer in self.layers if layer.parameters}
+
+
+def fingerprint_of(dtype: str, sizes: Mapping[str, Iterable[int]]) -> str:
+    """Of a model whose layers have parameters of these sizes, in elements."""
+    made = sorted([name, sorted(numels)] for name, numels in sizes.items())
+    return hashlib.sha256(json.dumps([dtype, made]).encode()).hexdigest()[:12]
 
 
 def slab_sizes(name: str, shapes: Sequence[Shape], dtype: str) -> tuple[int, int, int, int]:

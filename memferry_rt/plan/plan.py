@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from ..errors import PlanError
 from .choice import Choice, LayerChoice
 from .codec import decode, encode, read_text
 from .cost import Source
-from .model import Workload
+from .model import Workload, fingerprint_of
 from .modes import GradientMode, LayerModes, StateMode, WeightMode
 from .profile import LayerKind
 
@@ -181,11 +181,8 @@ class Plan:
         PlanError
             It is for another one; plans do not carry over.
         """
-        if workload is not None and workload.fingerprint != self.fingerprint:
-            raise PlanError(
-                f"the plan is for {self.model} ({self.fingerprint}), and this is {workload.name} "
-                f"({workload.fingerprint}): other layers, shapes or dtype; make a plan for this model"
-            )
+        if workload is not None:
+            self.check_model(workload.dtype, workload.sizes, workload.name)
         if workload is not None and workload.tokens != self.micro_batch * self.sequence:
             raise PlanError(
                 f"the plan is for micro-batches of {self.micro_batch} x {self.sequence} tokens, and these have "
@@ -193,6 +190,35 @@ class Plan:
             )
         if device is not None and device != self.device:
             raise PlanError(f"the plan is for {self.device}, and this is {device}; make a plan for it")
+
+    def check_model(self, dtype: str, sizes: Mapping[str, Sequence[int]], name: str = "another model") -> None:
+        """Refuse it for a model whose layers have parameters of other sizes, in elements, or another dtype.
+
+        Raises
+        ------
+        PlanError
+            It says what differs first.
+        """
+        if fingerprint_of(dtype, sizes) == self.fingerprint:
+            return
+        found = self._difference(dtype, sizes)
+        raise PlanError(
+            f"the plan is for {self.model} ({self.fingerprint}), and this is {name}: {found}; make a plan for "
+            "this model"
+        )
+
+    def _difference(self, dtype: str, sizes: Mapping[str, Sequence[int]]) -> str:
+        if dtype != self.dtype:
+            return f"the plan's dtype is {self.dtype}, and this is {dtype}"
+        mine = {layer.name: layer.parameters for layer in self.layers if layer.parameters}
+        alone = [layer for layer in (*mine, *sizes) if layer not in mine or layer not in sizes]
+        if alone:
+            layer = alone[0]
+            return f"layer {layer!r} is in {'the plan' if layer in mine else 'the model'} alone"
+        for layer, parameters in mine.items():
+            if parameters != sum(sizes[layer]):
+                return f"layer {layer!r} has {parameters} parameters in the plan, and {sum(sizes[layer])} here"
+        return "other shapes of parameters"
 
 
 def dumps_plan(plan: Plan) -> str:

@@ -28,6 +28,8 @@ from .profile import Profile
 from .profiled import with_measured_memory
 from .search import Search
 
+DEFAULT_ARM = "what the runtime does without a plan"
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -197,7 +199,7 @@ def _arms(search: Search, evaluator: Evaluator, composer: Composer, baseline: Ou
         arms["the same, embeddings read in place"] = direct.seconds
     default = evaluator(composer.compose(search.as_offload()))
     if default is not None:
-        arms["what the runtime does without a plan"] = default.seconds
+        arms[DEFAULT_ARM] = default.seconds
     for reserve, outcome in sorted(search.reserves.items(), reverse=True):
         arms[f"this plan, {reserve:.0%} of gradient bytes on the device"] = outcome.seconds
     return arms

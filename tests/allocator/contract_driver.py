@@ -237,6 +237,32 @@ class DriverContract:
         expected[1:-2] = pattern(nbytes)[2:-1]
         assert np.array_equal(machine.read(places[1], nbytes), expected)
 
+    @pytest.mark.parametrize("source", KINDS)
+    @pytest.mark.parametrize("target", KINDS)
+    def test_copies_rows_between_all_kinds_of_memory(self, machine: Machine, source: str, target: str) -> None:
+        rows, width, pitches, stream = 7, 500, (640, 513), machine.stream()
+        places = [
+            _place(machine, kind, rows * pitch) for kind, pitch in zip((source, target), pitches, strict=True)
+        ]
+        machine.write(places[0], pattern(rows * pitches[0]))
+        machine.write(places[1], np.zeros(rows * pitches[1], np.uint8))
+        machine.driver.copy_rows(places[1] + 3, pitches[1], places[0] + 16, pitches[0], width, rows, stream=stream)
+        stream.synchronize()
+        expected = np.zeros((rows, pitches[1]), np.uint8)
+        expected[:, 3 : 3 + width] = pattern(rows * pitches[0]).reshape(rows, -1)[:, 16 : 16 + width]
+        assert np.array_equal(machine.read(places[1], rows * pitches[1]), expected.reshape(-1))
+
+    def test_rows_that_overlap_are_refused(self, machine: Machine) -> None:
+        ptr, data, stream = machine.device(4096), machine.pinned(4096), machine.stream()
+        machine.write(ptr, pattern(4096))
+        with refused("INVALID_VALUE"):
+            machine.driver.copy_rows(ptr, 128, address(data), 256, 129, 2, stream=stream)
+        with refused("INVALID_VALUE"):
+            machine.driver.copy_rows(ptr, 256, address(data), 128, 129, 2, stream=stream)
+        machine.driver.copy_rows(ptr, 256, address(data), 256, 64, 0, stream=stream)
+        machine.driver.copy_rows(ptr, 256, address(data), 256, 0, 4, stream=stream)
+        assert np.array_equal(machine.read(ptr, 4096), pattern(4096))
+
     @pytest.mark.devices(2)
     def test_copies_between_devices(self, machine: Machine) -> None:
         there, here = machine.device(70_001, 0), machine.device(70_001, 1)

@@ -353,3 +353,19 @@ def test_memory_of_another_device(emulate: Callable[..., Machine]) -> None:
         with pytest.raises(InvalidRequestError, match="same device"):
             ShadowSpace(driver, device_budget=SIZE, pool=pool)
         pool.close()
+
+
+def test_a_partition_that_is_never_copied_may_be_larger_than_the_budget(world: World) -> None:
+    span = world.arena.cut(4 * SIZE)
+    with pytest.raises(InvalidRequestError, match="at most the device budget"):
+        world.space.buffer("large", [span])
+    (large,) = world.space.buffer("large", [span], fitting=False)
+    with large.acquire(Place.MAPPED, Mode.WRITE, stream=world.stream) as view:
+        world.driver.fill(view.ptr, 7, 4 * SIZE, stream=world.stream)
+    with large.acquire(Place.HOST, Mode.READ):
+        assert (world.arena.array(span) == 7).all()
+    with pytest.raises(OutOfMemory):
+        large.acquire(Place.DEVICE, Mode.READ, stream=world.stream)
+    world.space.resize(SIZE)
+    with pytest.raises(InvalidRequestError, match="empty"):
+        world.space.buffer("none", [Span(span.ptr, 0)], fitting=False)

@@ -144,6 +144,25 @@ def test_sizes_are_whole_pages_and_no_more(nbytes: int) -> None:
     assert not arena.array().any()
 
 
+def test_huge_pages_are_those_that_the_system_shows() -> None:
+    driver = EmulatedDriver()
+    arena = SharedArena.create(driver, (4 << 20) + PAGE)
+    assert arena.address % (2 << 20) == 0
+    assert not arena.array().any()
+    arena.array()[:] = 3
+    assert (_huge_nbytes(arena.address) == 4 << 20) is arena.huge_pages
+    assert set(arena.array()) == {3}
+
+
+def _huge_nbytes(address: int) -> int:
+    """Of the mapping that begins at an address."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.startswith(f"{address:x}-"):
+            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("ShmemPmdMapped"))
+    raise AssertionError("not mapped")
+
+
 # -- life --------------------------------------------------------------------------------------------------
 def test_closing_gives_everything_back(any_driver: Driver) -> None:
     before = descriptors()

@@ -15,6 +15,7 @@ from tests.plan.machines import LLAMA_1B, decoder
 from tests.plan.test_planner import profile_of
 
 
+@pytest.mark.slow
 def test_a_row_on_the_emulated_device() -> None:
     job = plan.ROWS["llama-1b-1x1024-8GiB"]
     row = plan.measure(job, "emulated", "tiny", 4, None, 240)

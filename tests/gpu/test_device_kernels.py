@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memferry_allocator import open_driver
-from memferry_rt.device_kernels import MAPPED_BLOCKS, open_device_adam, open_device_gradients
+from memferry_rt.device_kernels import MAPPED_BLOCKS, open_device_adam, open_device_gradients, open_device_moves
 from memferry_rt.native import AdamSettings, load_adam
 
 from ..runtime.device_cases import Machine, check_combine, check_square_sum, check_update
@@ -30,6 +30,7 @@ class Cuda(Machine):
         self.driver = open_driver("cuda")
         self.driver.memory_info(0)
         self.adam, self.gradients = open_device_adam(self.driver, 0), open_device_gradients(self.driver, 0)
+        self.moves = open_device_moves(self.driver, 0)
         self.stream = self.driver.create_stream(0)
         self.registered: list[torch.Tensor] = []
         self.allocated: list[int] = []

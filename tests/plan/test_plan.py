@@ -75,7 +75,7 @@ def test_whatever_is_no_plan_is_refused(text: str) -> None:
 
 def test_it_is_for_its_own_model_batch_and_device() -> None:
     PLAN.check(decoder(), device="NVIDIA H200")
-    with pytest.raises(PlanError, match=r"is for model .* other layers, shapes or dtype"):
+    with pytest.raises(PlanError, match=r"is for model .* layer 'blocks\.4' is in the model alone"):
         PLAN.check(decoder(replace(TINY, layers=5)))
     with pytest.raises(PlanError, match=r"2 x 128 tokens, and these have 1 x 128"):
         PLAN.check(decoder(micro_batch=1))

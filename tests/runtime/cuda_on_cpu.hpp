@@ -21,6 +21,10 @@ struct float4 {
 struct ushort4 {
     unsigned short x, y, z, w;
 };
+struct uint4 {
+    unsigned x, y, z, w;
+};
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z, unsigned short w) {
     return {x, y, z, w};
@@ -35,6 +39,8 @@ static unsigned __float_as_uint(float value) {
     std::memcpy(&bits, &value, sizeof bits);
     return bits;
 }
+
+static void __threadfence_system() {}
 
 static thread_local dim blockIdx, threadIdx;
 static dim blockDim, gridDim;
@@ -85,6 +91,21 @@ extern "C" void launch(const char *name, int blocks, int threads, void **a) {
     else if (!std::strcmp(name, "memferry_combine"))
         on_threads(blocks, threads, [=] {
             memferry_combine(size(0), number(1), size(2), number(3), size(4), number(5), size(6), size(7));
+        });
+    else if (!std::strcmp(name, "memferry_move"))
+        on_threads(blocks, threads, [=] {
+            memferry_move((uint4 *)size(0), number(1), (const uint4 *)size(2), number(3), number(4), number(5),
+                          number(6));
+        });
+    else if (!std::strcmp(name, "memferry_seep"))
+        on_threads(blocks, threads, [=] {
+            memferry_seep((uint4 *)size(0), number(1), (const uint4 *)size(2), number(3), number(4), number(5),
+                          number(6));
+        });
+    else if (!std::strcmp(name, "memferry_scatter_rows"))
+        on_threads(blocks, threads, [=] {
+            memferry_scatter_rows((uint4 *)size(0), (const long long *)size(1), (const uint4 *)size(2),
+                                  (const unsigned char *)size(3), size(4), size(5));
         });
     else
         on_threads(blocks, threads, [=] { memferry_sums(size(0), number(1), size(2), (double *)size(3)); });

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from memferry_allocator import Stream
-from memferry_rt.device_kernels import DeviceAdam, DeviceGradients
+from memferry_rt.device_kernels import DeviceAdam, DeviceGradients, DeviceMoves, Spread
 from memferry_rt.native import AdamSettings, load_adam, load_gradient_kernels
 
 from .updates import State, assert_same_bits, name_of, wide_range
@@ -20,7 +21,9 @@ class Machine(ABC):
 
     adam: DeviceAdam
     gradients: DeviceGradients
+    moves: DeviceMoves
     stream: Stream
+    driver: Any
 
     @abstractmethod
     def put(self, tensor: torch.Tensor, *, mapped: bool, shift: int) -> int:
@@ -118,3 +121,39 @@ def check_combine(machine: Machine, target: torch.Tensor, source: torch.Tensor, 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+
+
+def check_move(
+    machine: Machine, width: int, rows: int, gaps: tuple[int, int], spread: Spread, mapped: bool
+) -> None:
+    """Rows of units arrive, and nothing between them changes."""
+    pitches = [width + gap for gap in gaps]
+    units = torch.arange(4 * pitches[0] * rows, dtype=torch.float32).view(rows, 4 * pitches[0])
+    poison = torch.full((rows, 4 * pitches[1]), float("nan"))
+    source, target = (
+        machine.put(values.view(-1), mapped=far, shift=0)
+        for values, far in ((units, mapped), (poison, not mapped))
+    )
+    sizes = [16 * size for size in (pitches[1], pitches[0], width)]
+    machine.moves.copy_rows(
+        target, sizes[0], source, sizes[1], sizes[2], rows, stream=machine.stream, spread=spread
+    )
+    poison[:, : 4 * width] = units[:, : 4 * width]
+    assert torch.equal(machine.get(target, poison.view(-1)).view(torch.int32), poison.view(-1).view(torch.int32))
+
+
+def check_scatter(machine: Machine, width: int, rows: list[int], left_out: int, zeros: bool, blocks: int) -> None:
+    """Rows that are named get values or zeros, but for those left out; the others stay."""
+    table = torch.full((max(rows, default=0) + 2, 4 * width), 7.0)
+    values = torch.arange(4 * width * len(rows), dtype=torch.float32).view(len(rows), 4 * width)
+    skip = torch.tensor([number % 4 == left_out for number in range(len(rows))], dtype=torch.uint8)
+    numbers = torch.tensor(rows, dtype=torch.int64)
+    places = [machine.put(t.view(-1), mapped=t is table, shift=0) for t in (table, numbers, values, skip)]
+    with machine.driver.launch(machine.stream):
+        machine.moves.scatter_rows(
+            places[0], places[1], 0 if zeros else places[2], places[3] if left_out < 4 else 0, 16 * width,
+            len(rows), stream=machine.stream, blocks=blocks,
+        )  # fmt: skip
+    kept = skip == 0 if left_out < 4 else torch.ones(len(rows), dtype=torch.bool)
+    table[numbers[kept]] = 0.0 if zeros else values[kept]
+    assert torch.equal(machine.get(places[0], table.view(-1)), table.view(-1))

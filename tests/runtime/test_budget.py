@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ import memferry_rt
 from memferry_allocator import EmulatedOptions, InvalidRequestError, MemFerryError
 from memferry_rt import BudgetError
 from memferry_rt.adapters.torch.budget import plan_budget
+from memferry_rt.adapters.torch.modes import LayerPlan
 from memferry_rt.layout import LayerLayout, ParameterSpec, lay_out
+from memferry_rt.plan import WeightMode
 
 from .harness import Job, assert_same, offloaded, plain
 from .models import Block, Decoder, next_token_loss
@@ -198,3 +201,16 @@ def test_the_smallest_total_leaves_torch_what_it_needs(torch_nbytes: int, sizes:
 def layout(name: str, nbytes: int) -> LayerLayout:
     spec = ParameterSpec("weight", nbytes // 4, 4, trainable=True, updated=True, master=False)
     return lay_out(name, [spec])
+
+
+def test_a_plan_that_needs_little_leaves_the_next_one_its_pool() -> None:
+    layers = [layout(f"{number}", 4 << 20) for number in range(8)]
+    groups = [(number,) for number in range(8)]
+    default = plan_budget(256 << 20, layers, groups, pool=None, device=0)
+    default = replace(default, pool=default.wanted).shared()
+    little = plan_budget(
+        256 << 20, layers, [], pool=None, device=0, plans=[LayerPlan(WeightMode.DHA)] * len(layers)
+    ).replacing(default)
+    assert little.pool < default.pool
+    again = plan_budget(256 << 20, layers, groups, pool=None, device=0).replacing(little)
+    assert again.pool == default.pool

@@ -13,17 +13,24 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memferry_allocator import EmulatedOptions, RaceError, open_driver
-from memferry_rt.device_kernels import compile, module, open_device_adam, open_device_gradients
+from memferry_rt.device_kernels import (
+    Spread,
+    compile,
+    module,
+    open_device_adam,
+    open_device_gradients,
+    open_device_moves,
+)
 from memferry_rt.device_kernels.layout import Coefficients, Operands, aligned_groups
 from memferry_rt.errors import DeviceKernelError
 from memferry_rt.native import AdamSettings, load_adam
 from memferry_rt.native.module import kernels
 
-from .device_cases import Machine, check_combine, check_square_sum, check_update
+from .device_cases import Machine, check_combine, check_move, check_scatter, check_square_sum, check_update
 from .updates import PLAIN, State, dtypes, lengths, settings_of_adam, where_tails_differ, wide_range
 
 pytestmark = pytest.mark.skipif(load_adam() is None, reason="installed without the native kernels")
@@ -41,11 +48,19 @@ class SourceModule:
         self._library = library
 
     def launch(
-        self, name: str, stream: Any, *, threads: int, arguments: list[Any], blocks: int | None = None
+        self,
+        name: str,
+        stream: Any,
+        *,
+        threads: int,
+        arguments: list[Any],
+        blocks: int | None = None,
+        block: int = threads,
     ) -> None:
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        grid = max(1, min(blocks or 2, -(-threads // self.threads)))
-        self._library.launch(name.encode(), grid, self.threads, pointers)
+        block = min(block, self.threads)
+        grid = max(1, min(blocks or 2, -(-threads // block)))
+        self._library.launch(name.encode(), grid, block, pointers)
 
 
 class HostDriver(SimpleNamespace):
@@ -60,6 +75,7 @@ class HostDriver(SimpleNamespace):
 class OnTheHost(Machine):
     def __init__(self, driver: Any) -> None:
         self.adam, self.gradients = open_device_adam(driver, 0), open_device_gradients(driver, 0)
+        self.moves, self.driver = open_device_moves(driver, 0), driver
         self.stream: Any = None
         self.kept: list[torch.Tensor] = []
 
@@ -100,6 +116,7 @@ class Emulated(Machine):
     def __init__(self) -> None:
         self.driver = open_driver("emulated", emulated=EmulatedOptions())
         self.adam, self.gradients = open_device_adam(self.driver, 0), open_device_gradients(self.driver, 0)
+        self.moves = open_device_moves(self.driver, 0)
         self.stream = self.driver.create_stream(0)
         self.registered: list[torch.Tensor] = []
         self.allocated: list[int] = []
@@ -282,3 +299,42 @@ def test_nvrtc_compiles_the_source_without_contraction() -> None:
     for loose in (".ftz", ".approx", ".full", "fma.rn.f64", "mad."):
         lines = [line for line in ptx.splitlines() if loose in line and (".f32" in line or ".f64" in line)]
         assert not lines, lines[:3]
+
+
+# -- moving bytes -------------------------------------------------------------------------------------------------
+@given(
+    width=st.integers(1, 40),
+    rows=st.integers(1, 30),
+    gaps=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    spread=st.builds(Spread, st.integers(1, 3), st.booleans(), st.booleans()),
+    mapped=st.booleans(),
+)
+@settings(max_examples=15)
+def test_rows_are_moved(
+    machine: Machine, width: int, rows: int, gaps: tuple[int, int], spread: Spread, mapped: bool
+) -> None:
+    check_move(machine, width, rows, gaps, spread, mapped)
+    machine.release()
+
+
+@given(
+    width=st.integers(1, 40),
+    rows=st.lists(st.integers(0, 60), unique=True, min_size=1, max_size=40),
+    left_out=st.integers(0, 4),
+    zeros=st.booleans(),
+    blocks=st.integers(1, 3),
+)
+@settings(max_examples=15)
+def test_rows_are_scattered(
+    machine: Machine, width: int, rows: list[int], left_out: int, zeros: bool, blocks: int
+) -> None:
+    check_scatter(machine, width, rows, left_out, zeros, blocks)
+    machine.release()
+
+
+def test_rows_that_are_not_aligned_are_refused(machine: Machine) -> None:
+    for wrong in [(8, 16, 0, 16, 16), (0, 24, 0, 16, 16), (0, 16, 4, 16, 16), (0, 16, 0, 16, 12)]:
+        with pytest.raises(ValueError, match="not aligned"):
+            machine.moves.copy_rows(*wrong, 1, stream=machine.stream)
+    with pytest.raises(ValueError, match="in parts"):
+        machine.moves.copy_rows(0, 1 << 20, 0, 1 << 20, 1 << 20, 1 << 16, stream=machine.stream)

@@ -131,6 +131,19 @@ def test_a_budget_that_is_too_small_names_the_smallest_that_works(train: Command
     assert train(option, smallest, "--steps", "1").status == 0
 
 
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [
+        ("nobody=dha", "no layer is called 'nobody'"),
+        ("blocks.*=fast", "'fast'"),
+        ("blocks.*", "layer=mode"),
+        ("embedding=ring", "'embedding' cannot do 'ring'"),
+    ],
+)
+def test_modes_that_cannot_be(train: Command, mode: str, says: str) -> None:
+    assert_one_line(train("--mode", mode, "--steps", "1"), says)
+
+
 def test_a_pool_larger_than_the_budget(train: Command) -> None:
     assert_one_line(train("--pool-memory", "1MiB", "--device-memory", "500KiB"), "pool_memory")
 

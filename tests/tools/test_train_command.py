@@ -33,6 +33,9 @@ from .conftest import SMALL, Command
         ["--dtype", "bf16"],
         ["--dtype", "bf16", "--accumulate", "2", "--tied", "--checkpointing"],
         ["--dtype", "bf16", "--accumulate", "3", "--accumulate-dtype", "fp32", "--tied"],
+        ["--mode", "embedding=dha+inplace,blocks.*=ring+inplace"],
+        ["--mode", "embedding=dha,blocks.*=dha_then_load", "--dtype", "bf16", "--checkpointing"],
+        ["--mode", "*=dha+inplace", "--accumulate", "2", "--tied"],
     ],
     ids=lambda arguments: " ".join(arguments) or "defaults",
 )

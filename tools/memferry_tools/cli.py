@@ -56,5 +56,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _say(text: str) -> None:
-    """One line on standard error, whatever is in the text."""
-    print("memferry:", " ".join(text.split()), file=sys.stderr)
+    """One line on standard error, whatever is in the text; of one process among several also which."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    rank = f" rank {os.environ.get('RANK', '?')}:" if several else ""
+    print(f"memferry:{rank}", " ".join(text.split()), file=sys.stderr)

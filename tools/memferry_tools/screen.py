@@ -25,12 +25,18 @@ class _Console(Console):
 
 
 class Screen:
-    """Standard output.  Without a terminal there are no control characters, whatever the environment says."""
+    """Standard output.  Without a terminal there are no control characters, whatever the environment says.
 
-    def __init__(self) -> None:
-        self._terminal = sys.stdout.isatty()
+    Parameters
+    ----------
+    quiet : bool
+        Show nothing: another process of the same job does.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._terminal = sys.stdout.isatty() and not quiet
         self._console = _Console(
-            force_terminal=self._terminal, highlight=False, width=None if self._terminal else _WIDEST
+            force_terminal=self._terminal, highlight=False, width=None if self._terminal else _WIDEST, quiet=quiet
         )
 
     def title(self, text: str) -> None:

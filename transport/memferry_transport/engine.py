@@ -146,16 +146,21 @@ class TransferEngine:
             The driver refused a piece, on every way there is.  Pieces before it may be under way; what `stream`
             gets later comes after them, so that both ranges may be used again in its order.
         """
+        plain = self._copy_plainly(dst, src, direction, stream)
+        return self.copy_regions([(dst, src)], direction, stream=stream) if plain is None else plain
+
+    def _copy_plainly(self, dst: Span, src: Span, direction: Direction | None, stream: Stream) -> Transfer | None:
+        """A small copy of one piece, as most are: what it needs no list for costs it none; None if it is none."""
         lane = self._inward if direction is IN else self._outward if direction is OUT else None
-        if lane is not None and stream.__class__ is Stream and stream.device == self.device:
-            # Most copies are small ones of one piece: what they need no list for costs them none.
-            (to, nbytes), (of, size) = dst, src
-            host = of if direction is IN else to
-            if nbytes == size and nbytes < lane.threshold and self._registered.is_whole(host, nbytes):
-                with self._lock:
-                    lane.used = self._clock()
-                    return self._copy_directly(((to, of, nbytes),), nbytes, lane, stream)
-        return self.copy_regions([(dst, src)], direction, stream=stream)
+        if lane is None or stream.__class__ is not Stream or stream.device != self.device:
+            return None
+        (to, nbytes), (of, size) = dst, src
+        host = of if direction is IN else to
+        if nbytes != size or nbytes >= lane.threshold or not self._registered.is_whole(host, nbytes):
+            return None
+        with self._lock:
+            lane.used = self._clock()
+            return self._copy_directly(((to, of, nbytes),), nbytes, lane, stream)
 
     def copy_regions(
         self, regions: Sequence[tuple[Span, Span]], direction: Direction | None = None, *, stream: Stream

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 from weakref import WeakSet
 
-from ..errors import DeviceLostError, ForkedError, UnsupportedError
+from ..errors import DeviceLostError, DriverError, ForkedError, UnsupportedError
 from .handles import NO_BRACKET, Bracket, Event, Stream
 from .types import CaptureMode, DeviceInfo, MemoryInfo, PageLocation, Span
 
@@ -224,6 +224,23 @@ class Driver(ABC):
         DriverError
             A range leaves its allocation, crosses the edge of a registration, or is unknown.
         """
+
+    def copy_rows(
+        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, *, stream: Stream
+    ) -> None:
+        """Enqueue copies of `rows` rows of `width` bytes, which begin every `dst_pitch` and `src_pitch` bytes.
+
+        As one copy where the driver has such; what `copy` says holds for every row.
+
+        Raises
+        ------
+        DriverError
+            As for `copy`, or rows overlap: a pitch is less than `width`.  Rows before a refused one may be under
+            way.
+        """
+        self._require_pitches(dst_pitch, src_pitch, width, rows)
+        for row in range(rows):
+            self.copy(dst + row * dst_pitch, src + row * src_pitch, width, stream=stream)
 
     @abstractmethod
     def fill(self, ptr: int, value: int, nbytes: int, *, stream: Stream) -> None:
@@ -449,6 +466,14 @@ class Driver(ABC):
     def _busy(self) -> Sequence[int]:
         """The devices that may have work."""
         return range(self.device_count)
+
+    def _require_pitches(self, dst_pitch: int, src_pitch: int, width: int, rows: int) -> None:
+        if rows > 1 and not 0 <= width <= min(dst_pitch, src_pitch):
+            raise DriverError(
+                "CUDA_ERROR_INVALID_VALUE",
+                "copy_rows",
+                f"rows of {width} bytes do not fit pitches of {dst_pitch} and {src_pitch}",
+            )
 
     def _unsupported(self, what: str) -> UnsupportedError:
         return UnsupportedError(f"{what}: the {self.name} driver has none; use another resource or mapping")

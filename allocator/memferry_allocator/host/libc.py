@@ -12,8 +12,10 @@ from typing import Any
 
 PROT_READ_WRITE = 1 | 2
 MAP_SHARED = 0x01
+MAP_FIXED = 0x10
 MAP_PRIVATE_ANONYMOUS = 0x02 | 0x20
 MADV_HUGEPAGE = 14
+MADV_COLLAPSE = 25
 MS_ASYNC = 1
 MPOL_BIND = 2
 _MBIND = {"x86_64": 237, "aarch64": 235, "ppc64le": 259}  # the C library has no function for it
@@ -62,16 +64,19 @@ def os_error(call: str) -> OSError:
 
 def map_anonymous(nbytes: int) -> int:
     """Reserve private zero pages and return their address; nothing is resident yet."""
-    return _map(nbytes, MAP_PRIVATE_ANONYMOUS, -1)
+    return _map(ffi().NULL, nbytes, MAP_PRIVATE_ANONYMOUS, -1)
 
 
-def map_shared(fd: int, nbytes: int) -> int:
-    """Map the start of a file so that every process which does sees the same pages."""
-    return _map(nbytes, MAP_SHARED, fd)
+def map_shared(fd: int, nbytes: int, address: int) -> int:
+    """Map the start of a file so that every process which does sees the same pages.
+
+    It takes the place of what is mapped at `address`, which must be the caller's own.
+    """
+    return _map(pointer(address), nbytes, MAP_SHARED | MAP_FIXED, fd)
 
 
-def _map(nbytes: int, flags: int, fd: int) -> int:
-    address = int(ffi().cast("intptr_t", libc().mmap(ffi().NULL, nbytes, PROT_READ_WRITE, flags, fd, 0)))
+def _map(place: Any, nbytes: int, flags: int, fd: int) -> int:
+    address = int(ffi().cast("intptr_t", libc().mmap(place, nbytes, PROT_READ_WRITE, flags, fd, 0)))
     if address == -1:
         raise os_error(f"mmap of {nbytes} bytes")
     return address
@@ -85,6 +90,11 @@ def unmap(address: int, nbytes: int) -> None:
 def advise_huge(address: int, nbytes: int) -> bool:
     """Ask for huge pages; False where the kernel has none to give."""
     return bool(libc().madvise(pointer(address), nbytes, MADV_HUGEPAGE) == 0)
+
+
+def collapse(address: int, nbytes: int) -> bool:
+    """Exchange resident pages for huge ones, whatever the system does by itself; False where it cannot."""
+    return bool(libc().madvise(pointer(address), nbytes, MADV_COLLAPSE) == 0)
 
 
 def zero(address: int, nbytes: int) -> None:

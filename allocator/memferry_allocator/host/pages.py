@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,8 @@ from ..sizes import align_up, format_size
 from . import libc
 
 HUGE_PAGE = 2 << 20
+
+T = TypeVar("T")
 
 
 class HostPages:
@@ -52,18 +56,41 @@ class HostPages:
         libc.unmap(aligned + nbytes, start + HUGE_PAGE - aligned)
         return cls(aligned, nbytes)
 
+    @classmethod
+    def shared(cls, fd: int, nbytes: int) -> HostPages:
+        """The pages of a file, at a huge-page boundary.
+
+        Raises
+        ------
+        OutOfMemory
+            There are not so many addresses.
+        OSError
+            The file cannot be mapped.
+        """
+        pages = cls.anonymous(nbytes)
+        libc.map_shared(fd, nbytes, pages.address)
+        return pages
+
+    def collapse(self) -> bool:
+        """Exchange resident pages for huge ones, by all processors; whether the system has done so everywhere."""
+        whole = self.nbytes // HUGE_PAGE * HUGE_PAGE
+        return all(self._by_threads(0, whole, libc.collapse))
+
     def touch(self, threads: int = 0) -> None:
         """Make every page resident and zero, each thread its own contiguous share; 0 takes all processors."""
+        self._by_threads(threads, self.nbytes, libc.zero)
+
+    def _by_threads(self, threads: int, nbytes: int, work: Callable[[int, int], T]) -> list[T]:
         from concurrent.futures import ThreadPoolExecutor  # here: its import takes milliseconds
 
         workers = threads or len(os.sched_getaffinity(0))
-        share = align_up(-(-self.nbytes // workers), HUGE_PAGE)
+        share = max(HUGE_PAGE, align_up(-(-nbytes // workers), HUGE_PAGE))
 
-        def zero(start: int) -> None:
-            libc.zero(self.address + start, min(share, self.nbytes - start))
+        def part(start: int) -> T:
+            return work(self.address + start, min(share, nbytes - start))
 
         with ThreadPoolExecutor(workers, thread_name_prefix="memferry-touch") as pool:
-            list(pool.map(zero, range(0, self.nbytes, share)))
+            return list(pool.map(part, range(0, nbytes, share)))
 
     def unmap(self) -> None:
         """Unmap now: nothing may use them any more."""

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from ..driver import Driver, Span
 from ..errors import ClosedError, InvalidRequestError, OutOfMemory
 from ..sizes import align_up, format_size
-from . import libc
 from .checks import require_driver, require_int, require_span
 from .limits import require_memory
 from .pages import HostPages, as_array
@@ -42,10 +41,12 @@ class SharedArena:
         Where this process has the pages, and their size in bytes.
     fd : int
         The descriptor, closed with the arena; duplicate it to keep it.
+    huge_pages : bool
+        Whether its creator has got huge pages for all that fills one; False where it was attached.
     registration : Registration
     """
 
-    def __init__(self, driver: Driver, fd: int, nbytes: int) -> None:
+    def __init__(self, driver: Driver, fd: int, nbytes: int, *, collapse: bool = False) -> None:
         """For `create` and `attach`; takes `fd` over."""
         self.driver = driver
         self.fd = fd
@@ -53,8 +54,9 @@ class SharedArena:
         self._descriptor = weakref.finalize(self, _close, fd, os.getpid())
         self._descriptor.atexit = False
         try:
-            self._pages = HostPages(_map(fd, nbytes), nbytes)
+            self._pages = _map(fd, nbytes)
             self.address = self._pages.address
+            self.huge_pages = collapse and self._pages.collapse()
             self.registration = registrations(driver).register(
                 self.address, nbytes, owner=self._pages, name="SharedArena"
             )
@@ -64,7 +66,7 @@ class SharedArena:
 
     @classmethod
     def create(cls, driver: Driver, nbytes: int) -> SharedArena:
-        """New pages, zero, resident and registered.
+        """New pages, zero, resident and registered; huge ones where the system can make them.
 
         Raises
         ------
@@ -87,7 +89,7 @@ class SharedArena:
         except BaseException:
             os.close(fd)
             raise
-        return cls(driver, fd, nbytes)
+        return cls(driver, fd, nbytes, collapse=True)
 
     @classmethod
     def attach(cls, driver: Driver, fd: int, nbytes: int) -> SharedArena:
@@ -233,9 +235,9 @@ def _identity(fd: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _map(fd: int, nbytes: int) -> int:
+def _map(fd: int, nbytes: int) -> HostPages:
     try:
-        return libc.map_shared(fd, nbytes)
+        return HostPages.shared(fd, nbytes)
     except (OSError, OverflowError) as error:
         raise _out_of_memory(nbytes, error) from None
 

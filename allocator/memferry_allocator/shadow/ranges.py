@@ -72,9 +72,13 @@ def _require_apart(what: str, first: Span, second: Span) -> None:
         )
 
 
-def require_fitting(name: str, sizes: Iterable[int], device_budget: int) -> None:
-    """Refuse partitions that could never have a device copy."""
+def require_fitting(name: str, sizes: Iterable[int], device_budget: int | None) -> None:
+    """Refuse empty partitions, and with a budget those that could never have a device copy."""
     for index, size in enumerate(sizes):
+        if device_budget is None:
+            if size <= 0:
+                raise InvalidRequestError(f"buffer {name!r}: partition {index} is empty; give it some bytes")
+            continue
         if size <= 0 or align_up(size, ALIGNMENT) > device_budget:
             raise InvalidRequestError(
                 f"buffer {name!r}: partition {index} has {format_size(size)}; a partition needs "

@@ -75,7 +75,7 @@ class ShadowSpace:
         self.lock = space_lock(driver)
         self.bracketed = overrides(driver, "launch")
         self.gate = StreamGate(driver, device)
-        self._buffers: dict[ShadowBuffer, None] = {}
+        self._buffers: dict[ShadowBuffer, bool] = {}  # and whether every partition must fit
         self._ranges = HostRanges()
         self.leases: set[Lease] = set()
         self._closed = False
@@ -183,14 +183,22 @@ class ShadowSpace:
         spans = [Span(start + offset, size) for offset, size in zip(offsets, sizes, strict=True)]
         return self._add(name, spans, pages, total)
 
-    def buffer(self, name: str, host: Iterable[Span]) -> ShadowBuffer:
+    def buffer(self, name: str, host: Iterable[Span], *, fitting: bool = True) -> ShadowBuffer:
         """A buffer over registered host ranges, one partition each.  The caller keeps the pages alive.
+
+        Parameters
+        ----------
+        name : str
+        host : iterable of Span
+        fitting : bool
+            Refuse partitions larger than the device budget, here and in `resize`.  Otherwise those can be used in
+            the host pages alone; a device copy is out of memory.
 
         Raises
         ------
         InvalidRequestError
-            A range is empty, larger than the whole device budget, not aligned to 16 bytes, or has bytes of
-            another partition; nothing was changed.
+            A range is empty, larger than the whole device budget (if that counts), not aligned to 16 bytes, or has
+            bytes of another partition; nothing was changed.
         """
         self.driver.require_usable()
         if not isinstance(host, Iterable):
@@ -198,8 +206,7 @@ class ShadowSpace:
                 f"buffer {name!r}: {host!r} is no list of ranges; give [Span(address, bytes)]"
             )
         spans = [host_span(name, index, span) for index, span in enumerate(host)]
-        require_fitting(name, [span.nbytes for span in spans], self.room.budget)
-        return self._add(name, spans, None, 0)
+        return self._add(name, spans, None, 0, fitting=fitting)
 
     def owns(self, buffer: ShadowBuffer) -> bool:
         """Whether a buffer is this space's and open."""
@@ -221,7 +228,7 @@ class ShadowSpace:
         with self.lock, self.driver.beside_captures():
             self._require_open()
             self._forbid("resize")
-            for buffer in self._buffers:
+            for buffer in (buffer for buffer, fitting in self._buffers.items() if fitting):
                 require_fitting(buffer.name, [partition.nbytes for partition in buffer], budget)
             for buffer in self._buffers:
                 for partition in buffer:
@@ -314,17 +321,19 @@ class ShadowSpace:
             if not isinstance(partition, Partition) or partition.space is not self:
                 raise InvalidRequestError(f"eviction: the plan has {partition!r}, which is none of this space")
 
-    def _add(self, name: str, spans: list[Span], pages: HostArena | None, host_nbytes: int) -> ShadowBuffer:
+    def _add(
+        self, name: str, spans: list[Span], pages: HostArena | None, host_nbytes: int, *, fitting: bool = True
+    ) -> ShadowBuffer:
         with self.lock:
             try:
                 self._require_open()
-                require_fitting(name, [span.nbytes for span in spans], self.room.budget)
+                require_fitting(name, [span.nbytes for span in spans], self.room.budget if fitting else None)
                 self._ranges.add(f"buffer {name!r}", spans)
             except BaseException:
                 self._host.used -= host_nbytes
                 raise
             buffer = ShadowBuffer(self, name, spans, pages, host_nbytes)
-            self._buffers[buffer] = None
+            self._buffers[buffer] = fitting
             return buffer
 
     def _close_buffer(self, buffer: ShadowBuffer) -> None:

@@ -2,8 +2,21 @@
 
 from .checkpoint import load, save
 from .lion import Lion
-from .offload import offload, restore, runtime_of, synchronize
-from .report import Report
+from .offload import offload, plan_of, restore, runtime_of, set_plan, synchronize
+from .report import LayerReport, Report
 from .runtime import Runtime
 
-__all__ = ["Lion", "Report", "Runtime", "load", "offload", "restore", "runtime_of", "save", "synchronize"]
+__all__ = [
+    "LayerReport",
+    "Lion",
+    "Report",
+    "Runtime",
+    "load",
+    "offload",
+    "plan_of",
+    "restore",
+    "runtime_of",
+    "save",
+    "set_plan",
+    "synchronize",
+]

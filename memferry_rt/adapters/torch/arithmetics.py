@@ -22,6 +22,7 @@ from .entries import Held
 from .lion import Lion
 
 Room = Callable[[], torch.Tensor]
+Fill = Callable[[torch.Tensor, float], None]
 
 
 class Arithmetic(abc.ABC):
@@ -47,7 +48,9 @@ class Arithmetic(abc.ABC):
         """A group's captured settings, for `begin`."""
 
     @abc.abstractmethod
-    def begin(self, settings: Any, held: Held, scale: float, room: Room) -> tuple[Any, torch.Tensor | None]:
+    def begin(
+        self, settings: Any, held: Held, scale: float, room: Room, fill: Fill
+    ) -> tuple[Any, torch.Tensor | None]:
         """A parameter's coefficients in this step, and its state, with the entry as the class would have it.
 
         Parameters
@@ -57,6 +60,8 @@ class Arithmetic(abc.ABC):
             Multiplied into the gradient.
         room : callable
             Memory for state that has no room in a slab.
+        fill : callable
+            Gives state its first value, as far as it is updated here: other ranks may have begun theirs.
         """
 
     def _place(self, held: Held, room: Room) -> torch.Tensor:
@@ -92,7 +97,7 @@ class SgdArithmetic(Arithmetic):
         )
 
     def begin(
-        self, settings: SgdSettings, held: Held, scale: float, room: Room
+        self, settings: SgdSettings, held: Held, scale: float, room: Room, fill: Fill
     ) -> tuple[Any, torch.Tensor | None]:
         if settings.momentum == 0:
             return sgd_coefficients(settings, scale, first=False), None
@@ -127,12 +132,12 @@ class AdagradArithmetic(Arithmetic):
         )
 
     def begin(
-        self, settings: AdagradSettings, held: Held, scale: float, room: Room
+        self, settings: AdagradSettings, held: Held, scale: float, room: Room, fill: Fill
     ) -> tuple[Any, torch.Tensor | None]:
         entry = held.entry
         if not entry:
             entry["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-            self._place(held, room).fill_(self._initial)
+            fill(self._place(held, room), self._initial)
         entry["step"] += 1
         return adagrad_coefficients(settings, float(entry["step"]), scale), self._place(held, room)
 
@@ -157,11 +162,13 @@ class LionArithmetic(Arithmetic):
         )
 
     def begin(
-        self, settings: LionSettings, held: Held, scale: float, room: Room
+        self, settings: LionSettings, held: Held, scale: float, room: Room, fill: Fill
     ) -> tuple[Any, torch.Tensor | None]:
         first = held.entry.get(self.state) is None
         place = self._place(held, room)
-        return lion_coefficients(settings, scale), place.zero_() if first else place
+        if first:
+            fill(place, 0.0)
+        return lion_coefficients(settings, scale), place
 
 
 def arithmetic_of(optimizer: Optimizer) -> Arithmetic | None:
@@ -173,6 +180,11 @@ def arithmetic_of(optimizer: Optimizer) -> Arithmetic | None:
     if type(optimizer) is Adagrad and all(group.get("fused") for group in optimizer.param_groups):
         return AdagradArithmetic(float(optimizer.defaults["initial_accumulator_value"]))
     return None
+
+
+def fill_whole(state: torch.Tensor, value: float) -> None:
+    """See `Arithmetic.begin`, where nobody else updates a part."""
+    state.fill_(value)
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -16,7 +16,9 @@ from memferry_allocator.sizes import align_up
 
 from ...errors import BudgetError
 from ...layout import LayerLayout
+from ...plan.modes import GradientMode, StateMode, WeightMode
 from ...streaming import BYTES, SLOTS, UNIT
+from .modes import STREAMED, LayerPlan
 
 RING_UNIT = 512
 SMALLEST_RING = 4 << 10
@@ -65,12 +67,22 @@ class Budget:
         The layers whose optimizer state and gradients live in the pool.
     summed : tuple of int
         The layers of which the gradients alone do.
+    kept : tuple of int
+        The layers whose weights never leave the pool.
+    states : tuple of int
+        State and gradients of each layer that a plan has in the pool; 0 for the others.
+    panels : int
+        Bytes of the ring through which weights go panel by panel.
+    outgoing : int
+        Bytes of the ring in which gradients are made panel by panel; 0 where torch's memory serves for that.
     together : int
         What the weights that are needed at the same time must have of the pool.
     least, comfortable, wanted : int
         The smallest pool that works, one that lets weights arrive ahead of their use, and one that holds all.
     device : int or None
         The CUDA device whose torch allocator is capped; None on the emulated device.
+    granted : int
+        The largest pool that torch has left room for; plans that need less do not take it from those that follow.
     """
 
     total: int
@@ -89,6 +101,12 @@ class Budget:
     room: UpdateRoom
     fixed: bool
     device: int | None
+    kept: tuple[int, ...] = ()
+    panels: int = 0
+    outgoing: int = 0
+    most_outgoing: int = 0
+    states: tuple[int, ...] = ()
+    granted: int = 0
 
     @property
     def torch_limit(self) -> int:
@@ -138,6 +156,13 @@ class Budget:
             return None
         return replace(self, pool=pool).shared()
 
+    def replacing(self, other: Budget) -> Budget:
+        """This budget in the pool of `other`, as it has grown, where that is enough."""
+        if self.device is None or self.fixed:
+            return self
+        granted = max(other.pool, other.granted)
+        return replace(self, pool=max(self.least, min(granted, self.wanted)), granted=granted).shared()
+
     def shared(self) -> Budget:
         """With the pool shared: first what weights must have, then the rings, the other weights, and state.
 
@@ -145,23 +170,32 @@ class Budget:
         first layers before weights: they would leave when backward is over and nothing is left to hide it.
         """
         ring = _ring(self.pool, self.largest_gradient, self.together)
-        stream = min(self.room.streaming, self.pool // 8, self.pool - self.together - ring)
-        stream = stream // SMALLEST_STREAM * SMALLEST_STREAM
-        left = self.pool - ring - stream - self.weights
+        free = self.pool - self.together - ring
+        outgoing = self.most_outgoing if self.most_outgoing <= free else 0
+        free -= outgoing
+        stream = min(self.room.streaming, self.pool // 8, free) // SMALLEST_STREAM * SMALLEST_STREAM
+        left = self.pool - ring - outgoing - stream - self.weights - self.panels - sum(self.states)
         sums: dict[int, int] = {}
-        more = max(left, min(self.pool // 8, self.pool - self.together - ring - stream))
+        more = max(left, min(self.pool // 8, free - stream))
         for layer, nbytes in enumerate(self.room.summed):
             if 0 < nbytes <= more:
                 sums[layer] = nbytes
                 left, more = left - nbytes, more - nbytes
-        resident = []
+        resident = [layer for layer, nbytes in enumerate(self.states) if nbytes]
         for layer, nbytes in enumerate(self.room.resident):
             if 0 < nbytes <= left + sums.get(layer, 0):
                 resident.append(layer)
                 left -= nbytes - sums.pop(layer, 0)
         if stream < self.room.least or len(resident) == len(self.room.resident):
             stream = 0  # it would not pay, or nothing is left that could use it
-        return replace(self, ring=ring, stream=max(stream, 0), resident=tuple(resident), summed=tuple(sums))
+        return replace(
+            self,
+            ring=ring,
+            outgoing=outgoing,
+            stream=max(stream, 0),
+            resident=tuple(sorted(resident)),
+            summed=tuple(sums),
+        )
 
 
 def plan_budget(
@@ -172,6 +206,9 @@ def plan_budget(
     pool: int | None,
     device: int | None,
     room: UpdateRoom | None = None,
+    plans: Sequence[LayerPlan] | None = None,
+    panels: int = 0,
+    outgoing: int = 0,
 ) -> Budget:
     """Share a device budget.
 
@@ -188,29 +225,50 @@ def plan_budget(
         The CUDA device; None on the emulated device.
     room : UpdateRoom, optional
         What the update on the device could use; nothing by default.
+    plans : sequence of LayerPlan, optional
+        What each layer does; by default all are streamed.
+    panels : int
+        Bytes of the ring through which weights go panel by panel.
+    outgoing : int
+        Bytes of the ring that gradients in place are made in, if there is room for it.
 
     Raises
     ------
     BudgetError
         Some set of layers does not fit; it names the smallest budget that does.
     """
+    plans = plans or [STREAMED] * len(layouts)
     gradient = max(
-        (slot.spec.gradient_nbytes for layout in layouts for slot in layout.slots if slot.spec.trainable),
+        (
+            slot.spec.gradient_nbytes
+            for layout, plan in zip(layouts, plans, strict=True)
+            for slot in layout.slots
+            if slot.spec.trainable and plan.gradient is GradientMode.BUFFER
+        ),
         default=0,
     )
+    kept = tuple(layer for layer, plan in enumerate(plans) if plan.weight is WeightMode.RESIDENT)
+    states = tuple(
+        _state_nbytes(layout) if plan.state is StateMode.RESIDENT else 0
+        for layout, plan in zip(layouts, plans, strict=True)
+    )
+    stay = panels + sum(align_up(layouts[layer].weight_nbytes, RING_UNIT) for layer in kept) + sum(states)
+    in_pool = [layout.weight_nbytes for layout, plan in zip(layouts, plans, strict=True) if plan.in_pool]
     least_ring = min(_whole_ring(gradient), SMALLEST_RING) if gradient else 0
-    worst = max((_room(layouts, group) for group in together), default=(0, ""))
-    smallest = worst[0] + least_ring
+    worst = max((_room(layouts, group) for group in together if group), default=(0, ""))
+    names = ", ".join(filter(None, (worst[1], *(layouts[layer].name for layer in kept))))
+    smallest = max(stay + worst[0] + least_ring, RING_UNIT)
     available = total if pool is None else pool
     if smallest > available or (pool is not None and pool > total):
         name = "device_memory" if pool is None else "pool_memory"
-        reason = f"{worst[1]} must be in it at once" if smallest > available else "it is part of device_memory"
+        reason = f"{names} must be in it at once" if smallest > available else "it is part of device_memory"
         raise BudgetError(name, available, smallest, reason)
-    weights = sum(layout.weight_nbytes for layout in layouts)
+    weights = sum(in_pool)
     room = room or UpdateRoom()
-    wanted = weights + _whole_ring(gradient) + room.wanted
-    arriving = 2 * max(layout.weight_nbytes for layout in layouts)
-    comfortable = min(arriving + _whole_ring(gradient) + room.streaming, wanted)
+    ring = _whole_ring(gradient) if gradient else 0
+    wanted = max(weights + panels + outgoing + ring + sum(states) + room.wanted, RING_UNIT)
+    arriving = stay + 2 * max(in_pool, default=0)
+    comfortable = min(arriving + ring + outgoing + room.streaming, wanted)
     if pool is not None:
         chosen = pool
     elif device is None:
@@ -224,17 +282,25 @@ def plan_budget(
         stream=0,
         resident=(),
         summed=(),
-        together=worst[0],
+        together=stay + worst[0],
         least=smallest,
         comfortable=comfortable,
         wanted=wanted,
         largest_gradient=gradient,
-        smallest_layer=min(layout.weight_nbytes for layout in layouts),
-        weights=sum(align_up(layout.weight_nbytes, RING_UNIT) for layout in layouts),
+        smallest_layer=min(in_pool, default=RING_UNIT),
+        weights=sum(align_up(nbytes, RING_UNIT) for nbytes in in_pool),
         room=room,
         fixed=pool is not None,
         device=device,
+        kept=kept,
+        panels=panels,
+        most_outgoing=outgoing,
+        states=states,
     ).shared()
+
+
+def _state_nbytes(layout: LayerLayout) -> int:
+    return align_up(layout.state_nbytes, RING_UNIT) + align_up(layout.gradient_nbytes, RING_UNIT)
 
 
 def _room(layouts: Sequence[LayerLayout], group: tuple[int, ...]) -> tuple[int, str]:

@@ -42,6 +42,9 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     Updates under way are waited for.  The folder holds a whole checkpoint at every moment: until the new one is
     complete and durable it is the last one, whatever ends the process.  The disk must have room for both.
 
+    Of several ranks that share a model the first writes, and another returns at once: call it on all, or on the
+    first alone.
+
     Gradients, and the states of random generators, schedulers and scalers are not part of it; what resuming needs
     of them goes into `extra`.
 
@@ -62,6 +65,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     check_json(extra, "extra")
     check_holdable(model, optimizer)
     buffers = persistent_buffers(model)
+    if is_offloaded(model) and not runtime_of(model).saves:
+        return
     with _state(model, optimizer) as states:
         begun = [state for state in states if state.begun]
         tensors = {
@@ -88,6 +93,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -
     The model may be offloaded under another budget, pool, driver or compute dtype than the one that was saved, or
     not offloaded at all.  Settings of the parameter groups are loaded too, but not how an update is computed
     (``fused``, ``foreach``, …).  Gradients stay what they are.
+
+    Of several ranks that share a model every one must call it, with the same checkpoint.
 
     Everything is read and compared with its checksums before anything is changed.
 

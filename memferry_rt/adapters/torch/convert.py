@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from memferry_allocator import HostArena
-
 from ...errors import UnsupportedError
 from ...layout import LayerLayout, ParameterSpec, lay_out
+from ...pages import SlabPages
 from .cut import Cut
 from .layer import Geometry, LayerState
 from .tensors import DTYPES, TensorFactory
@@ -89,13 +88,16 @@ def move_in(
     cuts: Sequence[Cut],
     layouts: Sequence[LayerLayout],
     geometries: Sequence[list[Geometry]],
-    arena: HostArena,
+    arena: SlabPages,
     factory: TensorFactory,
     materialiser: Materialiser,
+    *,
+    fill: bool = True,
 ) -> list[LayerState]:
     """Copy the weights into the slabs and make the parameters views of them, a layer at a time.
 
-    The fp32 master copy takes the value before it is rounded to the compute dtype.
+    The fp32 master copy takes the value before it is rounded to the compute dtype.  Without `fill` somebody else
+    writes the slabs.
     """
     states = []
     for index, (cut, layout, forms) in enumerate(zip(cuts, layouts, geometries, strict=True)):
@@ -103,19 +105,19 @@ def move_in(
         parameters = [parameter for _, parameter in cut.parameters]
         state = LayerState(index, layout, parameters, forms, arena, factory)
         for position, parameter in enumerate(parameters):
-            _copy_in(state, position, parameter)
+            _move(state, position, parameter, fill=fill)
         states.append(state)
     return states
 
 
 @torch.no_grad()
-def _copy_in(state: LayerState, position: int, parameter: nn.Parameter) -> None:
+def _move(state: LayerState, position: int, parameter: nn.Parameter, *, fill: bool) -> None:
     source = parameter.data
     spec = state.layout.slots[position].spec
-    weight = state.in_shape(position, state.cpu_weight(position))
-    if spec.updated and spec.master:
-        state.in_shape(position, state.cpu_state(position, "master")).copy_(source)
-    weight.copy_(source)
+    if fill:
+        if spec.updated and spec.master:
+            state.in_shape(position, state.cpu_state(position, "master")).copy_(source)
+        state.in_shape(position, state.cpu_weight(position)).copy_(source)
     parameter.grad = None
     parameter.data = state.host_weights[position]
     state.parameter_versions[position] = parameter._version

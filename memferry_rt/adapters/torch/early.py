@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memferry_allocator import Driver, Event, HostArena, Span
+from memferry_allocator import Driver, Event, Span
 from memferry_allocator.driver import Bracket
 from memferry_allocator.sizes import align_up
 
 from ...device_update import ITEMSIZE
 from ...layout import ALIGNMENT, MOMENTS, LayerLayout
 from ...native import AdamKernel, AdamOperands, AdamSettings, NativeBatch, NativeCalls, load_gradient_kernels
+from ...pages import SlabPages
 from ...speculation import Speculation
 from ...updates import UpdateQueue
 from .adam_state import AdamPatch
@@ -50,7 +51,7 @@ def spares_within(layouts: Sequence[LayerLayout], host_memory: int | None) -> in
     return min(len(layouts), max(0, host_memory - host_nbytes(layouts, 0)) // each)
 
 
-def cut_spares(arena: HostArena, layouts: Sequence[LayerLayout], count: int) -> list[SpareSlab]:
+def cut_spares(arena: SlabPages, layouts: Sequence[LayerLayout], count: int) -> list[SpareSlab]:
     """Spare slabs from an arena that has room for them."""
     state, weights = _largest(layouts)
     return [SpareSlab(arena.cut(state), arena.cut(weights)) for _ in range(count)]

@@ -12,6 +12,7 @@ from torch import nn
 from memferry_allocator import Event, Span
 
 from ...errors import UnsupportedError
+from .contributions import Contribution
 from .layer import LayerState
 
 _ANY_DTYPE = hasattr(
@@ -38,11 +39,15 @@ class GradientSlot:
     leaving : Event or None
         Until when its copy home is under way.
     norm : Tensor or None
-        Its fp64 2-norm, a scalar on the device.
+        The fp64 2-norms of its pieces, on the device.
     version : int
         The version of `home` that `norm` belongs to.
     delivered : int
         The version of `home` that host memory has, where `home` is the device's.
+    pending : list of Contribution
+        What backwards have found out of the gradient and not yet computed.
+    written_rows : (int, Tensor) or None
+        The rows of a table at home that may be other than zero, and the version of `home` that this is true of.
     """
 
     name: str
@@ -58,14 +63,28 @@ class GradientSlot:
     norm: torch.Tensor | None = None
     version: int = -1
     delivered: int = -1
+    pending: list[Contribution] = field(default_factory=list)
+    written_rows: tuple[int, torch.Tensor] | None = None
 
     _own_references: tuple[int, int] = (0, 0)
 
     def rehome(self, span: Span) -> None:
         """The gradient belongs where its layer says now."""
         self.home = self.layer.gradient_home(self.index)  # in no local variable, which would count
-        self.span, self.version, self.delivered = span, -1, -1
+        self.span, self.version, self.delivered, self.written_rows = span, -1, -1, None
         self._own_references = self._references()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody else sees the gradient as autograd makes it, and its home is as a kernel writes it."""
+        parameter = self.parameter
+        return (
+            not parameter._backward_hooks
+            and len(parameter._post_accumulate_grad_hooks or ()) == 1
+            and self.home.dtype is parameter.dtype
+            and self.home.is_contiguous()
+            and self.home.numel() > 0
+        )
 
     @property
     def held(self) -> bool:
@@ -99,6 +118,19 @@ class GradientSlot:
         parameter.grad = tensor
         tensor.data = real
 
+    def take_pending(self) -> list[Contribution]:
+        """What this backward has found out of the gradient; one around it, or one that failed, keeps its own."""
+        task, every = torch._C._current_graph_task_id(), self.pending
+        self.pending = [contribution for contribution in every if contribution.task != task]
+        return [contribution for contribution in every if contribution.task == task]
+
+    def in_form(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient with its elements in the order in which its home holds them."""
+        form = self.layer.geometry[self.index]
+        if gradient.stride() == form.stride:
+            return gradient
+        return self.flat(gradient).as_strided(form.shape, form.stride)
+
     def flat(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient's elements in the order in which its home holds them."""
         form = self.layer.geometry[self.index]
@@ -126,11 +158,6 @@ class GradientSlot:
                 f"{self.name}: its gradient requires a gradient itself; backward(create_graph=True) is not "
                 "supported by an offloaded model"
             )
-
-
-def norm_of(gradient: torch.Tensor) -> torch.Tensor:
-    """The fp64 2-norm, without a copy of the gradient in fp64."""
-    return torch._foreach_norm([gradient], 2, dtype=torch.float64)[0]
 
 
 def accumulation(parameter: nn.Parameter) -> Any:

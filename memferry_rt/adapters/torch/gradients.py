@@ -6,8 +6,8 @@ parameter's ``grad`` is a view of the gradient's home: host pages, as the device
 layer whose optimizer state lives on the device are at home there, and never leave; those of a layer that only
 sums them there leave when their sum is complete.
 
-Whoever keeps a ``grad`` that is no longer its parameter's keeps its values, as in PyTorch: before a home is
-written to anew, a tensor object over it that somebody else holds gets memory of its own.
+A gradient of a layer whose gradients are made in place is written to its home by kernels, and never is in device
+memory whole where an operator makes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,40 +22,29 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memferry_allocator import Direction, Driver, Event, Span, Stream
-from memferry_allocator.driver import Bracket
 from memferry_transport import TransferEngine
 
+from ...device_kernels import DeviceMoves
+from ...plan.modes import GradientMode
 from ...staging import StagingRing
-from .gradient_slot import GradientSlot, accumulation, lies_alike, norm_of, storage_of
+from .contributions import Contribution
+from .gradient_homes import GradientHomes, LayerHome
+from .gradient_slot import GradientSlot, accumulation
 from .layer import LayerState
+from .norm import norm_of
+from .operators import LaneOutbox
+from .outgoing import Outgoing
 
 
-@dataclass(eq=False)
-class _LayerHome:
-    """A layer's gradients at home, and the bracket under which the device may touch them there."""
-
-    span: Span
-    on_device: bool = False
-    bracket: Bracket | None = None
-    fresh: bool = False
-    slots: list[GradientSlot] = field(default_factory=list)
-
-
-class GradientFlow:
+class GradientFlow(GradientHomes):
     """Sends gradients home as autograd makes them.
 
     Parameters
     ----------
-    driver, engine
-        The device and who copies.
-    stream : callable
-        The stream on which the calling thread's kernels run.
-    settle : callable
-        Told that gradients of a layer are about to change; blocks until no update reads them any more.
+    driver, engine, stream, settle, wait
+        See `GradientHomes`.
     arrived : callable
         Told that a gradient is on its way home, where it stays until `settle` is called.
-    wait : callable
-        Lets a stream wait for the event of a copy.
     ring_tensor : callable
         A uint8 tensor over a span of device memory.
     accumulate : int
@@ -76,23 +64,19 @@ class GradientFlow:
         ring_tensor: Callable[[Span], torch.Tensor],
         accumulate: int = 1,
     ) -> None:
-        self._driver = driver
-        self._engine = engine
-        self._stream = stream
-        self._settle = settle
+        super().__init__(driver, engine, stream=stream, settle=settle, wait=wait)
         self._arrived = arrived
-        self._wait = wait
         self._ring_tensor = ring_tensor
         self._accumulate = accumulate
         self._ring: StagingRing | None = None
+        self._outgoing: Outgoing | None = None
+        self._moves: DeviceMoves | None = None
         self._lane = engine.lane(Direction.DEVICE_TO_HOST)
-        self._homes: dict[LayerState, _LayerHome] = {}
         self._segments: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._accumulations: dict[GradientSlot, Any] = {}  # autograd itself forgets a node between backwards
         self._last: Event | None = None
         self._graph_task = -1
-        self.slots: list[GradientSlot] = []
 
     # -- set-up ---------------------------------------------------------------------------------------
     def attach(self, name: str, parameter: nn.Parameter, layer: LayerState, index: int) -> GradientSlot:
@@ -100,18 +84,23 @@ class GradientFlow:
         slot = GradientSlot(name, parameter, layer, index)
         slot.rehome(slot.host_span)
         self.slots.append(slot)
-        self._homes.setdefault(layer, _LayerHome(layer.gradient_span)).slots.append(slot)
+        self._homes.setdefault(layer, LayerHome(layer.gradient_span)).slots.append(slot)
 
         # The garbage collector does not see through these hooks: they must not keep what they hang on alive.
         flow, known = weakref.ref(self), weakref.ref(slot)
 
-        def before(gradients: tuple[torch.Tensor | None, ...]) -> None:
-            slot = known()
-            if slot is not None:
-                slot.arriving = gradients[0] is not None and slot.parameter.requires_grad
-                slot.partial = None
-                if slot.arriving:
-                    slot.partial, slot.parameter.grad = slot.parameter.grad, None
+        def before(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+            me, slot = flow(), known()
+            if me is None or slot is None:
+                return None
+            pending = slot.take_pending()
+            if pending and me._arrives_at_home(slot, gradients[0], pending):
+                return (None,)
+            slot.arriving = gradients[0] is not None and slot.parameter.requires_grad
+            slot.partial = None
+            if slot.arriving:
+                slot.partial, slot.parameter.grad = slot.parameter.grad, None
+            return (_sum(pending, gradients[0]),) if pending else None
 
         def after(parameter: torch.Tensor) -> None:
             me, slot = flow(), known()
@@ -128,33 +117,13 @@ class GradientFlow:
             hooks[key] = hooks.pop(key)
         return slot
 
-    def move_home(self, layer: LayerState) -> None:
-        """A layer's gradients belong somewhere else from now on; those that are there come along."""
-        home = self._homes.get(layer)
-        if home is None:
-            return
-        if home.bracket is not None:
-            home.bracket.end()
-            home.bracket = None
-        for slot in home.slots:
-            self._let_go(slot)
-        slab = layer.gradients_on_device
-        home.on_device = slab is not None
-        home.span = layer.gradient_span if slab is None else slab.span
-        for slot in home.slots:
-            old, unchanged = slot.home, slot.version == slot.home._version
-            present = slot.parameter.grad is old
-            span = Span(home.span.ptr + layer.layout.slots[slot.index].gradient, slot.span.nbytes)
-            slot.rehome(span)
-            if present:
-                with torch.no_grad(), self._writes_home(slot, "move of"):
-                    slot.home.copy_(old)
-                slot.show(slot.home)
-                slot.version = slot.home._version if unchanged else -1
-
-    def use_ring(self, ring: StagingRing | None) -> None:
-        """Exchange the ring; gradients under way have come home."""
+    def use(
+        self, ring: StagingRing | None = None, outgoing: Outgoing | None = None, moves: DeviceMoves | None = None
+    ) -> None:
+        """Exchange what gradients leave through; those under way have come home."""
         self._ring = ring
+        self._outgoing = outgoing
+        self._moves = moves
         self._segments.clear()
 
     def detach(self) -> None:
@@ -167,6 +136,9 @@ class GradientFlow:
         self._accumulations.clear()
 
     # -- during backward --------------------------------------------------------------------------------
+    def in_backward(self) -> None:
+        """Weights are used, perhaps by a backward."""
+
     @torch.no_grad()
     def _arrive(self, slot: GradientSlot) -> None:
         parameter = slot.parameter
@@ -184,7 +156,7 @@ class GradientFlow:
             self._add(slot, gradient, partial, stream)
         if partial is not slot.home:
             self._let_go(slot)
-        slot.norm = norm_of(gradient) if complete else None
+        slot.norm = norm_of(slot.in_form(gradient)) if complete else None
         self._send(slot, home, gradient, stream, complete=complete)
         slot.show(slot.home)
         slot.version = slot.home._version if complete else -1
@@ -195,6 +167,96 @@ class GradientFlow:
             self.finish()  # somebody else's hook may read it next
         else:
             self._at_end_of_backward()
+
+    # -- gradients that are made at home ----------------------------------------------------------------
+    def offer(self, slot: GradientSlot, contribution: Contribution) -> torch.Tensor | None:
+        """What a module's backward gives autograd for a parameter.
+
+        If the gradient can be made at home, that is something without memory in its place, which autograd adds to
+        whatever else there is of it, and nothing the next times; nobody but the slot may see it.  Otherwise it is
+        the gradient.
+        """
+        home = self._homes[slot.layer]
+        may = slot.layer.plan.gradient is GradientMode.INPLACE and not home.on_device
+        if not may or not slot.is_alone or not self._accumulates(slot):
+            return contribution.dense()
+        first = all(earlier.task != contribution.task for earlier in slot.pending)
+        slot.pending.append(contribution)
+        if not first:
+            return None
+        parameter = slot.parameter
+        return torch.full((), -0.0, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+    def _is_written(self, slot: GradientSlot, stream: Stream) -> None:
+        """A kernel on `stream` writes a gradient home: on the lane, whose events tell of all that came before."""
+        self._lane.wait(stream.record())
+        slot.leaving = self._last = self._lane.record()
+
+    def _outbox(self, slot: GradientSlot, contribution: Contribution) -> LaneOutbox | None:
+        nbytes = contribution.panel_nbytes(slot.home)
+        return self._outgoing.box(slot.span, nbytes) if nbytes and self._outgoing is not None else None
+
+    def _accumulates(self, slot: GradientSlot) -> bool:
+        """Whether this backward puts a gradient into the parameter's ``grad``, not into a caller's hands."""
+        try:
+            return bool(torch._C._will_engine_execute_node(self._accumulations[slot]))
+        except RuntimeError:  # `autograd.grad` for this very parameter
+            return False
+
+    @torch.no_grad()
+    def _arrives_at_home(
+        self, slot: GradientSlot, given: torch.Tensor | None, pending: Sequence[Contribution]
+    ) -> bool:
+        """Make a gradient at home if modules alone add to it, of one kind; whether it is there."""
+        alone = given is not None and given.numel() > 0 and not any(given.stride())
+        partial = slot.parameter.grad
+        whole = _joined(pending) if partial is None or len(pending) == 1 else None
+        if whole is None or not alone or not (partial is None or partial is slot.home):
+            return False
+        stream, home = self._stream(), self._homes[slot.layer]
+        self._settle(slot.layer)
+        if partial is None:
+            self._let_go(slot)
+        elif slot.leaving is not None:  # this very backward has written it a moment ago
+            self._wait(stream, slot.leaving)
+            slot.leaving = None
+        home.end_bracket()
+        slot.micro_steps = 1 if partial is None else slot.micro_steps + 1
+        complete = slot.micro_steps >= self._accumulate
+        known = slot.written_rows
+        rows = known[1] if known is not None and known[0] == slot.home._version else None
+        spans = [self._home_span(slot)]
+        box = self._outbox(slot, whole) if partial is None else None
+        if box is None:
+            with self._driver.launch(
+                stream, reads=[] if partial is None else spans, writes=spans, label=f"gradient of {slot.name}"
+            ):
+                written = whole.write(
+                    slot.home,
+                    partial=partial is not None,
+                    rows=rows,
+                    complete=complete,
+                    scatter=None if self._moves is None else (self._moves, stream),
+                )
+        else:
+            written = whole.write(slot.home, partial=False, rows=rows, complete=complete, outbox=box)
+        if box is None:  # what the copy engine carries home it has counted
+            slot.layer.traffic.written_in_place += written.nbytes
+        slot.layer.traffic.read_in_place += written.nbytes_read
+        slot.written_rows = None if written.rows is None else (slot.home._version, written.rows)
+        slot.norm = written.norm
+        if box is None:
+            self._is_written(slot, stream)
+        else:
+            slot.leaving = self._last = box.last
+        if partial is None:
+            slot.show(slot.home)
+        slot.version = slot.home._version if complete else -1
+        home.fresh = True
+        if complete:
+            self._arrived(slot)
+        self._at_end_of_backward()
+        return True
 
     def _add(self, slot: GradientSlot, gradient: torch.Tensor, partial: torch.Tensor, stream: Stream) -> None:
         """``partial + gradient`` into `gradient`, as autograd accumulates."""
@@ -208,13 +270,14 @@ class GradientFlow:
         reads = [self._home_span(slot)]
         with self._driver.launch(stream, reads=reads, label=f"add to {slot.name}"):
             gradient.add_(partial)
+        if not home.on_device:
+            slot.layer.traffic.read_in_place += slot.span.nbytes
 
     def _send(
-        self, slot: GradientSlot, home: _LayerHome, gradient: torch.Tensor, stream: Stream, *, complete: bool
+        self, slot: GradientSlot, home: LayerHome, gradient: torch.Tensor, stream: Stream, *, complete: bool
     ) -> None:
-        if home.bracket is not None:
-            home.bracket.end()
-            home.bracket = None
+        slot.written_rows = None
+        home.end_bracket()
         if home.on_device:
             if slot.leaving is not None:  # this very backward has delivered it a moment ago
                 self._wait(stream, slot.leaving)
@@ -223,6 +286,12 @@ class GradientFlow:
                 slot.home.copy_(gradient)
             if complete and slot.layer.sums is not None:
                 self._deliver(slot, stream)
+            return
+        if slot.layer.plan.gradient is GradientMode.INPLACE:
+            with self._writes_home(slot, "gradient of"):
+                slot.home.copy_(gradient)
+            slot.layer.traffic.written_in_place += slot.span.nbytes
+            self._is_written(slot, stream)
             return
         assert self._ring is not None
         flat = slot.flat(gradient)
@@ -291,9 +360,7 @@ class GradientFlow:
         """The device's use of gradients at home ends with what has been enqueued by now."""
         self.finish()
         for home in self._homes.values():
-            if home.bracket is not None:
-                home.bracket.end()
-                home.bracket = None
+            home.end_bracket()
 
     def collect(self, *, changed_unseen: bool = False) -> list[GradientSlot]:
         """The parameters that have a gradient now, each of them at home and with its norm up to date.
@@ -308,6 +375,7 @@ class GradientFlow:
         self.finish()
         for slot in self.slots:
             slot.micro_steps = 0
+            slot.pending.clear()  # of backwards that failed
         present = [slot for slot in self.slots if slot.parameter.grad is not None]
         self._separate(present)
         for slot in present:
@@ -335,73 +403,21 @@ class GradientFlow:
         for slot in sent:
             slot.leaving = None
 
-    def _separate(self, present: list[GradientSlot]) -> None:
-        """Gradients that lie in the home of another, or otherwise in their own, get memory of their own.
 
-        They could not be taken over one after the other.
-        """
-        foreign = [slot for slot in present if slot.parameter.grad is not slot.home]
-        if not foreign:
-            return
-        owners = {id(slot.home): slot for slot in self.slots}
-        storages = {storage_of(slot.home) for slot in self.slots}
-        for slot in foreign:
-            gradient = slot.parameter.grad
-            assert gradient is not None
-            slot.refuse_odd(gradient)
-            owner = owners.get(id(gradient))
-            if owner is not None and owner.home is gradient:
-                self._settle(owner.layer)
-                self._let_go(owner)
-            elif storage_of(gradient) in storages and not lies_alike(gradient, slot.home):
-                gradient.data = gradient.detach().clone()
+def _sum(pending: Sequence[Contribution], given: torch.Tensor | None) -> torch.Tensor | None:
+    """All that adds to a gradient, as autograd adds it up.
 
-    @torch.no_grad()
-    def _let_go(self, slot: GradientSlot, device: str | None = None) -> None:
-        """If somebody else holds the tensor over a gradient's home, give it its values in memory of its own.
+    What it was given in the place of the pending ones is zeros of the sign that changes nothing.
+    """
+    with torch.no_grad():
+        total = pending[0].dense()
+        for contribution in pending[1:]:
+            total = total + contribution.dense()
+        return total if given is None else total + given
 
-        The gradient has a new tensor over its home then.  No update is reading it.
-        """
-        present = slot.parameter.grad is slot.home
-        if present:  # which does not count
-            slot.parameter.grad = None
-        held, old = slot.held, slot.home
-        if present:
-            slot.show(old)
-        if not held:
-            return
-        stream = self._stream()
-        if slot.leaving is not None:
-            self._wait(stream, slot.leaving)
-        with torch.inference_mode(False), torch.no_grad():
-            if self._homes[slot.layer].bracket is not None:
-                own = old.to(device or old.device, copy=True)
-            else:
-                reads = [self._home_span(slot)]
-                with self._driver.launch(stream, reads=reads, label=f"kept gradient of {slot.name}"):
-                    own = old.to(device or old.device, copy=True)
-            if not self._homes[slot.layer].on_device:
-                slot.layer.gradients[slot.index] = old.data
-            old.data = own
-        slot.rehome(slot.span)
 
-    def _take_over(self, slot: GradientSlot, gradient: torch.Tensor) -> None:
-        self._settle(slot.layer)
-        self._let_go(slot)
-        home = self._homes[slot.layer]
-        if home.bracket is not None:
-            slot.home.copy_(gradient)
-            return
-        with self._writes_home(slot, "the user's gradient of"):
-            slot.home.copy_(gradient)
-
-    def _writes_home(self, slot: GradientSlot, what: str) -> Bracket:
-        return self._driver.launch(self._stream(), writes=[self._home_span(slot)], label=f"{what} {slot.name}")
-
-    def _home_span(self, slot: GradientSlot) -> Span:
-        """A gradient's home as kernels reach it."""
-        return slot.span if self._homes[slot.layer].on_device else self._device_span(slot.span)
-
-    def _device_span(self, span: Span) -> Span:
-        pointer = self._driver.host_device_pointer(span.ptr, self._engine.device)
-        return Span(pointer, span.nbytes)
+def _joined(pending: Sequence[Contribution]) -> Contribution | None:
+    whole: Contribution | None = pending[0]
+    for contribution in pending[1:]:
+        whole = None if whole is None else whole.joined(contribution)
+    return whole

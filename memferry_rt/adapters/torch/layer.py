@@ -10,9 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from memferry_allocator import HostArena, Span
+from memferry_allocator import Span
 
 from ...layout import LayerLayout, Slot
+from ...pages import SlabPages
+from ...traffic import LayerTraffic
+from .modes import STREAMED, LayerPlan
 from .tensors import TensorFactory, shaped, storage_references
 
 MAX_CACHED_PLACES = 16
@@ -83,6 +86,10 @@ class LayerState:
 
     Attributes
     ----------
+    plan : LayerPlan
+        How its weights are read, and how its gradients leave.
+    traffic : LayerTraffic
+        What has been submitted for it so far.
     current : DeviceViews or None
         Where in device memory it was used last.
     residence : Residence or None
@@ -100,7 +107,7 @@ class LayerState:
         layout: LayerLayout,
         parameters: list[nn.Parameter],
         geometry: list[Geometry],
-        arena: HostArena,
+        arena: SlabPages,
         factory: TensorFactory,
     ) -> None:
         self.index = index
@@ -108,6 +115,8 @@ class LayerState:
         self.parameters = parameters
         self.geometry = geometry
         self._offsets = [slot.weight for slot in layout.slots]
+        self.plan: LayerPlan = STREAMED
+        self.traffic = LayerTraffic()
         self.current: DeviceViews | None = None
         self.residence: Residence | None = None
         self.sums: DeviceSlab | None = None
@@ -203,7 +212,7 @@ class LayerState:
         form = self.geometry[index]
         return flat.as_strided(form.shape, form.stride)
 
-    def on_host(self, slab: str, index: int, arena: HostArena) -> torch.Tensor:
+    def on_host(self, slab: str, index: int, arena: SlabPages) -> torch.Tensor:
         """A parameter's "weight" or "gradient" as a CPU tensor with a storage of its own, over the host pages."""
         slot, form = self.layout.slots[index], self.geometry[index]
         if slab == "weight":
@@ -231,9 +240,22 @@ class LayerState:
         self._places.clear()
         self.current = None
 
+    def saved_at_home(self, key: ViewKey) -> torch.Tensor:
+        """The view of the host pages that a saved tensor was: dtype, offset in the slab in elements, form."""
+        dtype, offset, shape, stride = key
+        index = self._index_at(offset * dtype.itemsize)
+        first = offset - self._offsets[index] // dtype.itemsize
+        home = self.host_weights[index]
+        with torch.inference_mode(False), torch.no_grad():
+            flat = home.as_strided((home.numel(),), (1,), 0).view(dtype)
+            return flat.as_strided(shape, stride, first)
+
     def parameter_at(self, offset: int) -> nn.Parameter:
         """The parameter in whose place a byte of the weight slab lies."""
-        return self.parameters[bisect.bisect_right(self._offsets, offset) - 1]
+        return self.parameters[self._index_at(offset)]
+
+    def _index_at(self, offset: int) -> int:
+        return bisect.bisect_right(self._offsets, offset) - 1
 
     def touch(self, indices: Iterable[int]) -> None:
         """Weights are about to change: a backward that still needs the present ones must fail, as in PyTorch."""
@@ -245,7 +267,7 @@ class LayerState:
         """Whether somebody outside has a tensor over the layer's present device memory."""
         return self.current is not None and self.current.held
 
-    def _mapped(self, arena: HostArena, span: Span, form: Geometry, dtype: torch.dtype) -> torch.Tensor:
+    def _mapped(self, arena: SlabPages, span: Span, form: Geometry, dtype: torch.dtype) -> torch.Tensor:
         # A storage of its own for every parameter: torch.save of one must not write the whole slab.
         if span.nbytes == 0:
             return torch.empty_strided(form.shape, form.stride, dtype=dtype, device=self._factory.torch_device)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from memferry_allocator import Direction, Driver, Event, Mode, Place, ShadowSpace, Stream
-from memferry_transport import TransferEngine
+from memferry_allocator import Direction, Driver, Event, Mode, Place, ShadowSpace, Stream, View
 
 from ...cache import LayerCache
+from ...device_kernels import DeviceMoves
 from ...device_update import DeviceUpdate
+from ...plan.modes import GradientMode
 from ...staging import StagingRing
 from ...streaming import StateStream
 from ...trace import AccessTrace
 from .budget import Budget
+from .counted import CountedEngine
 from .layer import LayerState
+from .outgoing import Outgoing, open_moves
 from .residence import Residents
 from .tensors import TensorFactory
+from .weight_panels import WeightPanels
 
 
 class DeviceMemory:
@@ -40,13 +44,21 @@ class DeviceMemory:
         Lets a stream wait for the event of a copy.
     update : DeviceUpdate or None
         The kernel that state is streamed through.
+    read, ahead : callable
+        Open a layer's host pages for the current stream; see `WeightPanels`.
 
     Attributes
     ----------
     cache : LayerCache
         The weights in the pool.
+    panels : WeightPanels
+        Weights that come panel by panel.
     ring : StagingRing or None
         What gradients leave through.
+    outgoing : Outgoing or None
+        What gradients in place are made in.
+    moves : DeviceMoves or None
+        Kernels that write gradients in place; opened when some are.
     streaming : StateStream or None
         What optimizer state is updated through.
     residents : Residents
@@ -67,6 +79,8 @@ class DeviceMemory:
         moved: Callable[[LayerState], None],
         wait: Callable[[Stream, Event], None],
         update: DeviceUpdate | None,
+        read: Callable[[LayerState], View],
+        ahead: Callable[[LayerState], View | None],
     ) -> None:
         self._driver = driver
         self._device = device
@@ -74,29 +88,39 @@ class DeviceMemory:
         self._stream = stream
         self._update = update
         self._wait = wait
+        self._factory = factory
         self._measure = not factory.emulated  # whose clock knows nothing of the CPU's work
         self.budget = budget
-        self.engine = TransferEngine(driver, device)
+        self.engine = CountedEngine(driver, device, layers)
         self.space = ShadowSpace(driver, device, device_budget=budget.pool, copier=self.engine)
-        self.weights = self.space.buffer("weights", [layer.weight_span for layer in layers])
+        self.weights = self.space.buffer("weights", [layer.weight_span for layer in layers], fitting=False)
         for layer, partition in zip(layers, self.weights, strict=True):
             partition.name = layer.name
-        self.trace = AccessTrace(len(layers))
+        self.trace = AccessTrace(
+            len(layers), loads=lambda layer, backward: layers[layer].plan.loads(backward=backward)
+        )
+        self.panels = WeightPanels(driver, self.engine, factory, stream=stream, read=read, ahead=ahead)
         self.cache = LayerCache(
             self.weights,
             self.trace,
             ready=ready,
             held=lambda layer: self._layers[layer].held(),
             settle=settle,
+            ended=lambda layer: self.panels.forget(),
         )
         self.residents = Residents(self.engine, factory, moved)
         self.ring: StagingRing | None = None
+        self.outgoing: Outgoing | None = None
+        self.moves: DeviceMoves | None = None
         self.streaming: StateStream | None = None
         self._streamed = (0, 0)  # bytes in and out through rings that are closed
 
     def open(self) -> None:
         """Take the budget's parts of the pool, largest first, and move in what is to live there."""
         pool, stream = self.space.pool, self._stream()
+        for layer in self.budget.kept:
+            self.cache.keep(layer)
+        self.panels.open(pool, self.budget.panels, stream)
         self.residents.move_in((self._layers[layer] for layer in self.budget.resident), pool, stream)
         self.residents.sum_here((self._layers[layer] for layer in self.budget.summed), pool, stream)
         if self._update is not None and self.budget.stream:
@@ -104,6 +128,11 @@ class DeviceMemory:
                 self._driver, self._device, self._update, pool, self.budget.stream, measure=self._measure
             )
         self.ring = StagingRing(pool, self.budget.ring, stream, wait=self._wait) if self.budget.ring else None
+        if any(layer.plan.gradient is GradientMode.INPLACE for layer in self._layers):
+            self.moves = self.moves or open_moves(self._driver, self._device)
+        if self.budget.outgoing:
+            ring = StagingRing(pool, self.budget.outgoing, stream, wait=self._wait)
+            self.outgoing = Outgoing(self.engine, self._factory, ring, self._stream)
 
     @property
     def bytes_moved(self) -> dict[Direction, int]:
@@ -111,7 +140,7 @@ class DeviceMemory:
         moved, streaming = self.engine.bytes_moved, self._streamed
         if self.streaming is not None:
             streaming = (streaming[0] + self.streaming.bytes_in, streaming[1] + self.streaming.bytes_out)
-        moved[Direction.HOST_TO_DEVICE] += streaming[0]
+        moved[Direction.HOST_TO_DEVICE] += streaming[0] + self.panels.strided_bytes_in
         moved[Direction.DEVICE_TO_HOST] += streaming[1]
         return moved
 
@@ -121,10 +150,12 @@ class DeviceMemory:
 
     def drop(self) -> None:
         """Give everything back to the pool, after bringing home what is newer there."""
+        self.cache.let_go()
         for layer in self._layers:
             self.cache.evict(layer.index)
             layer.forget_places()
         stream = self._stream()
+        self.panels.close(stream)
         self.residents.move_out(self.space.pool, stream)
         if self.streaming is not None:
             self._streamed = (
@@ -136,10 +167,14 @@ class DeviceMemory:
         if self.ring is not None:
             self.ring.close(stream)
             self.ring = None
+        if self.outgoing is not None:
+            self.outgoing.close(stream)
+            self.outgoing = None
 
     def resize(self, budget: Budget) -> None:
         """Exchange the budget, after `drop`; what was in device memory comes back as far as there is room."""
         self.budget = budget
+        self.trace.replan()
         self.space.resize(budget.pool)
         budget.apply()
         self.open()

@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD, Adagrad, Optimizer
 
 from ...native import OneStateKernel, OneStateOperands, load_one_state
-from .arithmetics import Arithmetic, arithmetic_of
+from .arithmetics import Arithmetic, arithmetic_of, fill_whole
 from .entries import Held
 from .generic import ParameterUpdate, capture
 from .lion import Lion
@@ -93,7 +93,7 @@ def run_alone(
 ) -> None:
     """One update in the calling thread; `settings` are of `capture`."""
     coefficients, state = arithmetic.begin(
-        arithmetic.settings(settings), held, scale, lambda: torch.empty_like(master)
+        arithmetic.settings(settings), held, scale, lambda: torch.empty_like(master), fill_whole
     )
     operands = OneStateOperands(
         parameter=master.data_ptr(),

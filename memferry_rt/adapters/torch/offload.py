@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from memferry_allocator import Driver, EmulatedOptions, InvalidRequestError, format_size, open_device
-from memferry_allocator.sizes import align_up
 
-from ...device_update import open_device_update
+from ...device_update import DeviceUpdate, open_device_update
 from ...errors import BudgetError, OffloadError, UnsupportedError
 from ...layout import LayerLayout
 from ...options import OffloadOptions
-from .budget import RING_UNIT, Budget, UpdateRoom, plan_budget
+from ...plan.plan import Plan
+from .budget import Budget
 from .convert import Materialiser, ParameterInit, plan_layouts
-from .cut import Cut, cut_layers, find_owners
+from .cut import cut_layers
 from .early import host_nbytes, spares_within
-from .rules import AdamRule, choose_rule, refuse_sharing
+from .layer import Geometry
+from .modes import GivenPlan, LayerPlan
+from .parallel import Ranks, facts, options_of_rank, refuse_unshared
+from .planned import dtype_of
+from .planning import Planning
+from .rules import AdamRule, UpdateRule, choose_rule, refuse_sharing
 from .runtime import Runtime
 from .saved import require_hooks
 from .tensors import DTYPES
-from .update import room_for_updates
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741 - the usual letter
@@ -50,7 +55,10 @@ def offload(
     accumulate: int = 1,
     accumulate_dtype: torch.dtype | str | None = None,
     param_init_fn: ParameterInit | None = None,
+    plan: GivenPlan | None = None,
+    numerics: str = "exact",
     emulated: EmulatedOptions | None = None,
+    process_group: Any = None,
 ) -> tuple[M, O]:
     """Keep a model's training state in host memory and train it through a budget of device memory.
 
@@ -107,8 +115,23 @@ def offload(
     param_init_fn : callable, optional
         Initialises the parameters that a module itself owns, for models on ``meta``; by default
         ``module.reset_parameters()``.
+    plan : str, mapping or Plan, optional
+        Modes of layers by hand, as ``{"embed*": "dha", "layers.*": "stream+inplace"}`` or the same as text, with
+        patterns of layer names: where weights are read (``resident``, ``stream``, ``dha``, ``dha_then_load``,
+        ``ring``) and how gradients leave (``buffer``, ``inplace``).  By default ``stream+buffer``.  Or a
+        `memferry_rt.plan.Plan` of this model, of `make_plan` or `load_plan`, which also says who updates each
+        layer and how many spare slabs there are.  ``"auto"``: a plan is made after the first step, tried against
+        the default and kept if it is faster; see `plan_of` and ``report().plan_notes``.  `set_plan` changes it
+        later.
+    numerics : str
+        ``"exact"``: panels of weights and gradients are used where a trial shows that they give PyTorch's very
+        bits; elsewhere the whole is read or made.  ``"relaxed"``: always.
     emulated : EmulatedOptions, optional
         The machine to emulate.
+    process_group : ProcessGroup, optional
+        Train with the other ranks of this group of ``torch.distributed``, each on its own micro-batches and its
+        own device: gradients are averaged, and the ranks share one host state, of which each updates its part.
+        All ranks call this, `load` and ``optimizer.step()`` alike; weights begin as those of rank 0.
 
     Returns
     -------
@@ -120,33 +143,100 @@ def offload(
     BudgetError
         A budget is too small; it names the smallest that works.  Nothing was allocated or changed.
     UnsupportedError
-        The model or optimizer has something that offloading cannot honour.  Nothing was changed.
+        The model or optimizer has something that offloading cannot honour, or a layer cannot do its mode.  Nothing
+        was changed.
+    PlanError
+        `plan` names unknown layers or modes, or is for another model or device.  Nothing was changed.
     DriverError
         No such device, or its driver does not work.
     InvalidRequestError
         A size or number that makes no sense.
+    RankError
+        Another rank has refused, or has something else than this one; nothing was allocated or changed.
     """
-    options = OffloadOptions.build(
-        device=device,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        max_grad_norm=max_grad_norm,
-        compute_dtype=None if compute_dtype is None else str(compute_dtype).removeprefix("torch."),
-        layers=layers,
-        pool_memory=pool_memory,
-        async_step=async_step,
-        optimizer_split=optimizer_split,
-        spare_slabs=spare_slabs,
-        accumulate=accumulate,
-        accumulate_dtype=None if accumulate_dtype is None else str(accumulate_dtype).removeprefix("torch."),
-        emulated=emulated,
-    )
+    auto = isinstance(plan, str) and plan == "auto"
+    if auto:
+        plan = None
+    ranks = Ranks.join(process_group)
+    with contextlib.nullcontext() if ranks is None else ranks.refused_together():
+        options = OffloadOptions.build(
+            device=device,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            max_grad_norm=max_grad_norm,
+            compute_dtype=None if compute_dtype is None else str(compute_dtype).removeprefix("torch."),
+            layers=layers,
+            pool_memory=pool_memory,
+            async_step=async_step,
+            optimizer_split=optimizer_split,
+            spare_slabs=spare_slabs,
+            accumulate=accumulate,
+            accumulate_dtype=None if accumulate_dtype is None else str(accumulate_dtype).removeprefix("torch."),
+            numerics=numerics,
+            emulated=emulated,
+        )
+        options = options if ranks is None else options_of_rank(options, ranks)
+        prepared = _prepare(model, optimizer, options, plan, param_init_fn, ranks)
+    if ranks is not None:
+        cuts, layouts = prepared.planning.cuts, prepared.planning.layouts
+        alike = facts(options, optimizer, cuts, layouts, prepared.geometries, prepared.budget)
+        ranks.agree(alike | {"the modes of layers": repr(prepared.plans)})
+    with contextlib.nullcontext() if ranks is None else ranks.told():
+        runtime = Runtime(
+            model,
+            prepared.options,
+            prepared.driver,
+            prepared.device,
+            prepared.planning,
+            prepared.geometries,
+            prepared.plans,
+            prepared.budget,
+            prepared.materialiser,
+            prepared.rule,
+            prepared.update,
+            prepared.spares,
+            ranks,
+            plan,
+            auto,
+        )
+    prepared.budget.begin()
+    model.__dict__[_ATTRIBUTE] = runtime
+    return model, optimizer
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What is decided before anything is allocated or changed."""
+
+    options: OffloadOptions
+    driver: Driver
+    device: int
+    planning: Planning
+    geometries: list[list[Geometry]]
+    plans: list[LayerPlan]
+    budget: Budget
+    materialiser: Materialiser
+    rule: UpdateRule
+    update: DeviceUpdate | None
+    spares: int
+
+
+def _prepare(
+    model: nn.Module,
+    optimizer: Optimizer,
+    options: OffloadOptions,
+    plan: GivenPlan | None,
+    init: ParameterInit | None,
+    ranks: Ranks | None,
+) -> _Prepared:
     dtype = _compute_dtype(options.compute_dtype)
     require_hooks()
     _check_model(model)
     rule = choose_rule(optimizer, model)
     if not rule.shared:
         refuse_sharing(optimizer, options.optimizer_split, options.spare_slabs)
+    if ranks is not None:
+        refuse_unshared(optimizer, in_parts=rule.in_parts)
     driver, ordinal = open_device(options.device, emulated=_machine(options))
     updated = {
         parameter: rule.state_keys(group, parameter)
@@ -159,21 +249,33 @@ def offload(
     update = None
     if isinstance(rule, AdamRule) and split not in ("cpu", 0.0):
         update = open_device_update(driver, ordinal, rule.kernel)
-    share = split if isinstance(split, float) else None
-    room = UpdateRoom() if update is None else room_for_updates(layouts, share)
-    if options.accumulate > 1:
-        room = replace(room, summed=tuple(align_up(layout.gradient_nbytes, RING_UNIT) for layout in layouts))
+    if ranks is not None:
+        ranks.require_backend("gloo" if driver.name == "emulated" else "nccl")
     spares = options.spare_slabs
-    if spares is None:
+    if spares is None and isinstance(plan, Plan):
+        spares = plan.spare_slabs
+        if not rule.shared:
+            refuse_sharing(optimizer, split, spares)
+    elif spares is None:
         spares = spares_within(layouts, options.host_memory) if rule.shared else 0
-    budget = _plan(model, cuts, layouts, options, driver, ordinal, room, spares)
-    materialiser = Materialiser(model, param_init_fn)
-    runtime = Runtime(
-        model, options, driver, ordinal, cuts, layouts, geometries, budget, materialiser, rule, update, spares
+    _check_memory(layouts, options, driver, ordinal, spares)
+    planning = Planning(
+        model,
+        cuts,
+        layouts,
+        options,
+        driver,
+        ordinal,
+        updates=update is not None,
+        shared=ranks is not None,
+        dtype=dtype_of(geometries),
     )
-    budget.begin()
-    model.__dict__[_ATTRIBUTE] = runtime
-    return model, optimizer
+    plans = planning.resolve(plan)
+    budget = planning.budget(plans)
+    materialiser = Materialiser(model, init)
+    return _Prepared(
+        options, driver, ordinal, planning, geometries, plans, budget, materialiser, rule, update, spares
+    )
 
 
 def is_offloaded(model: nn.Module) -> bool:
@@ -192,6 +294,35 @@ def runtime_of(model: nn.Module) -> Runtime:
     if not isinstance(runtime, Runtime):
         raise OffloadError("this model is not offloaded; call memferry_rt.offload(model, optimizer, ...) first")
     return runtime
+
+
+def set_plan(model: nn.Module, plan: GivenPlan) -> None:
+    """Change the modes of layers between two steps; see `offload` for `plan`.
+
+    What it says nothing about is streamed.  Device copies, rings and state in device memory move home first, and
+    come back as the new plan has it; no result changes.
+
+    Raises
+    ------
+    OffloadError
+        The model is not offloaded, or a tensor still aliases the device copy of a layer.
+    PlanError, UnsupportedError, BudgetError
+        Something in the plan that is not known, cannot be done, or does not fit.  Nothing was changed.
+    """
+    runtime_of(model).set_plan(plan)
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan that an offloaded model trains by, or that ``plan="auto"`` has made of it; None if there is none.
+
+    Raises
+    ------
+    OffloadError
+        The model is not offloaded.
+    """
+    runtime = runtime_of(model)
+    made = None if runtime.autopilot is None else runtime.autopilot.plan
+    return runtime.plan or made
 
 
 def synchronize(model: nn.Module) -> None:
@@ -235,53 +366,17 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _plan(
-    model: nn.Module,
-    cuts: Sequence[Cut],
-    layouts: Sequence[LayerLayout],
-    options: OffloadOptions,
-    driver: Driver,
-    ordinal: int,
-    room: UpdateRoom,
-    spares: int,
-) -> Budget:
+def _check_memory(
+    layouts: Sequence[LayerLayout], options: OffloadOptions, driver: Driver, ordinal: int, spares: int
+) -> None:
     host = host_nbytes(layouts, spares)
     if options.host_memory is not None and host > options.host_memory:
         raise BudgetError(
             "host_memory", options.host_memory, host, "weights, gradients and optimizer state take more"
         )
-    cuda = driver.name != "emulated"
     capacity = driver.device_info(ordinal).capacity
     if options.device_memory > capacity:
         raise InvalidRequestError(
             f"device_memory: {format_size(options.device_memory)} is more than the device has, "
             f"{format_size(capacity)}; give at most {capacity >> 20}MiB"
         )
-    return plan_budget(
-        options.device_memory,
-        layouts,
-        _used_together(model, cuts),
-        pool=options.pool_memory,
-        device=ordinal if cuda else None,
-        room=room,
-    )
-
-
-def _used_together(model: nn.Module, cuts: Sequence[Cut]) -> set[tuple[int, ...]]:
-    """Layers that are in use at once, in the order in which they come: of the modules around one, then its own."""
-    layer_of = {parameter: index for index, cut in enumerate(cuts) for _, parameter in cut.parameters}
-    owners = {id(owner.module): owner for owner in find_owners(model) if not owner.in_place}
-    found: set[tuple[int, ...]] = set()
-
-    def visit(module: nn.Module, outer: tuple[int, ...]) -> None:
-        owner = owners.get(id(module))
-        inner = outer
-        if owner is not None:
-            own = {layer_of[parameter] for parameter in owner.parameters}
-            inner = (*outer, *sorted(own.difference(outer)))
-            found.add(inner)
-        for child in module.children():
-            visit(child, inner)
-
-    visit(model, ())
-    return found

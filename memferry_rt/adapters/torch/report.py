@@ -9,6 +9,37 @@ from ...stalls import IterationTimes
 
 
 @dataclass(frozen=True)
+class LayerReport:
+    """One layer: what it does, and what has been submitted for it so far, in bytes.
+
+    Attributes
+    ----------
+    weight_mode, gradient_mode : str
+    state_mode : str
+        ``"cpu"``, ``"streamed"`` or ``"resident"`` where a plan says it; empty where the runtime chooses.
+    loaded_modules : tuple of str
+        Modules of it that its mode has nothing for: for these it is loaded.
+    pool_nbytes : int
+        Its memory in the device pool now: weights, optimizer state and gradients.
+    copied_in, copied_out : int
+        By copy engines, into device memory and out of it.
+    read_in_place, written_in_place : int
+        By kernels in host memory: weights and sums of gradients, and gradients.
+    """
+
+    name: str
+    weight_mode: str
+    gradient_mode: str
+    state_mode: str
+    loaded_modules: tuple[str, ...]
+    pool_nbytes: int
+    copied_in: int
+    copied_out: int
+    read_in_place: int
+    written_in_place: int
+
+
+@dataclass(frozen=True)
 class Report:
     """What is where, in bytes, and what has happened.
 
@@ -16,6 +47,8 @@ class Report:
     ----------
     stream_nbytes : int
         The ring through which optimizer state is streamed.
+    panels_nbytes : int
+        The ring through which weights go panel by panel.
     updated_parameters : int
         Updated in the last step.
     resident_parameters, streamed_parameters, early_parameters : int
@@ -27,7 +60,14 @@ class Report:
     summed_parameters : int
         Whose gradients alone live on the device, until the sum of all micro-steps is complete.
     dram_nbytes : int
-        Host memory traffic so far, by count: what CPU updates read and wrote, and what was copied.
+        Host memory traffic so far, by count: what CPU updates read and wrote, what was copied, and what kernels
+        read and wrote in place.
+    plan_source : str
+        Who has planned, and from what.
+    plan_notes : tuple of str
+        What is done otherwise than the plan has it.
+    per_layer : tuple of LayerReport
+        In forward order.
     """
 
     device: str
@@ -40,6 +80,7 @@ class Report:
     pool_nbytes: int
     ring_nbytes: int
     stream_nbytes: int
+    panels_nbytes: int
     device_peak: int
     host_to_device_nbytes: int
     device_to_host_nbytes: int
@@ -54,6 +95,9 @@ class Report:
     steps: int
     skipped_steps: int
     grad_norm: float | None
+    plan_source: str
+    plan_notes: tuple[str, ...]
+    per_layer: tuple[LayerReport, ...]
 
     @property
     def host_nbytes_per_parameter(self) -> float:

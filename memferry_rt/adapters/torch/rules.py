@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ...errors import UnsupportedError
 from ...layout import MOMENTS
 from ...native import AdamKernel, OneStateKernel
+from ...parallel import Part
 from .adam_state import AdamPatch, check_adam
 from .arithmetics import Arithmetic, arithmetic_of
 from .entries import EntriesPatch
@@ -39,9 +40,12 @@ class UpdateRule(abc.ABC):
     ----------
     shared : bool
         The device may make updates too, and the CPU may make them during backward.
+    in_parts : bool
+        Elements of a parameter are updated by themselves, so that ranks can share them.
     """
 
     shared = False
+    in_parts = True
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -60,8 +64,10 @@ class UpdateRule(abc.ABC):
         """See `OptimizerPatch`."""
 
     @abc.abstractmethod
-    def plan(self, layer: LayerState, groups: Mapping[int, int]) -> LayerUpdate:
-        """See `LayerUpdate`."""
+    def plan(
+        self, layer: LayerState, groups: Mapping[int, int], parts: Sequence[Part] | None = None
+    ) -> LayerUpdate:
+        """See `LayerUpdate`; not every rule can update parts."""
 
 
 class AdamRule(UpdateRule):
@@ -88,8 +94,10 @@ class AdamRule(UpdateRule):
     def patch(self, home: Home, *, step: Callable[[], None], settle: Callable[[], None]) -> AdamPatch:
         return AdamPatch(self.optimizer, home, step=step, settle=settle)
 
-    def plan(self, layer: LayerState, groups: Mapping[int, int]) -> LayerUpdate:
-        return AdamUpdate(layer, groups, kernel=self.kernel)
+    def plan(
+        self, layer: LayerState, groups: Mapping[int, int], parts: Sequence[Part] | None = None
+    ) -> LayerUpdate:
+        return AdamUpdate(layer, groups, kernel=self.kernel, parts=parts)
 
 
 class OneStateRule(UpdateRule):
@@ -121,14 +129,17 @@ class OneStateRule(UpdateRule):
     def patch(self, home: Home, *, step: Callable[[], None], settle: Callable[[], None]) -> EntriesPatch:
         return EntriesPatch(self.optimizer, home, step=step, settle=settle, adapt=self._adapt)
 
-    def plan(self, layer: LayerState, groups: Mapping[int, int]) -> LayerUpdate:
-        return OneStateUpdate(layer, groups, self._kernel, self._arithmetic)
+    def plan(
+        self, layer: LayerState, groups: Mapping[int, int], parts: Sequence[Part] | None = None
+    ) -> LayerUpdate:
+        return OneStateUpdate(layer, groups, self._kernel, self._arithmetic, parts=parts)
 
 
 class ClassRule(UpdateRule):
-    """Any other optimizer: its own class makes the updates."""
+    """Any other optimizer: its own class makes the updates, of whole parameters."""
 
     native = False
+    in_parts = False
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
@@ -141,7 +152,7 @@ class ClassRule(UpdateRule):
             "one parameter at a time; they are exact, but slower, the device takes no share of them, and none is "
             "made during backward",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
     def state_keys(self, group: dict[str, Any], parameter: nn.Parameter) -> tuple[str, ...]:
@@ -151,7 +162,10 @@ class ClassRule(UpdateRule):
     def patch(self, home: Home, *, step: Callable[[], None], settle: Callable[[], None]) -> EntriesPatch:
         return EntriesPatch(self.optimizer, home, step=step, settle=settle, adapt=lambda settings: settings)
 
-    def plan(self, layer: LayerState, groups: Mapping[int, int]) -> LayerUpdate:
+    def plan(
+        self, layer: LayerState, groups: Mapping[int, int], parts: Sequence[Part] | None = None
+    ) -> LayerUpdate:
+        assert parts is None, "a class updates whole parameters"
         return ClassUpdate(layer, groups, self.optimizer)
 
 

@@ -3,38 +3,49 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
-from memferry_allocator import Direction, Driver, HostArena, Stream
+from memferry_allocator import Driver, HostArena, Stream, View
 
 from ...device_update import DeviceUpdate
 from ...errors import OffloadError, UnsupportedError
-from ...layout import LayerLayout
 from ...options import OffloadOptions
+from ...pages import SlabPages
+from ...plan.modes import WeightMode
+from ...plan.plan import Plan
 from ...stalls import StallMeter
 from ...updates import UpdateQueue
 from .adam_state import AdamPatch
+from .autopilot import Autopilot
 from .budget import Budget
 from .convert import Materialiser, move_in
-from .cut import Cut, find_owners
+from .cut import find_owners
+from .dispatch import Dispatch
 from .early import EarlyUpdates, SpareSlab, cut_spares, host_nbytes
+from .exactness import Exactness
 from .forward import ForwardScopes, scope_of
 from .gradient_slot import GradientSlot
 from .gradients import GradientFlow
 from .guards import ModelGuards
 from .layer import DeviceViews, Geometry, LayerState, ViewKey
 from .memory import DeviceMemory
+from .modes import GivenPlan, LayerPlan
+from .parallel import RankGradients, Ranks, RankUpdates
+from .planning import Planning
 from .report import Report
+from .reporting import report_of
 from .rules import AdamRule, UpdateRule
-from .saved import SavedWeights
+from .saved import SavedWeights, in_backward
 from .slabs import SlabAccess
 from .state import ParameterState
 from .step import StepUpdates, gradient_scale
+from .support import Support
 from .tensors import TensorFactory
 from .torch_adam import single_threaded
 from .update import AdamUpdate, LayerUpdate
@@ -46,8 +57,8 @@ class Runtime:
     Attributes
     ----------
     grad_norm : float or None
-        The 2-norm of all gradients in the last step, before clipping: fp64 2-norms of the parameters'
-        gradients, their squares added in the order of ``model.parameters()``.
+        The 2-norm of all gradients in the last step, before clipping: fp64 2-norms of the pieces of the
+        parameters' gradients (`norm`), their squares added in the order of ``model.parameters()``.
     skipped_steps : int
         Steps not made because the norm was infinite or not a number.
     """
@@ -58,14 +69,17 @@ class Runtime:
         options: OffloadOptions,
         driver: Driver,
         device: int,
-        cuts: list[Cut],
-        layouts: list[LayerLayout],
+        planning: Planning,
         geometries: list[list[Geometry]],
+        plans: list[LayerPlan],
         budget: Budget,
         materialiser: Materialiser,
         rule: UpdateRule,
         update: DeviceUpdate | None,
         spares: int,
+        ranks: Ranks | None = None,
+        plan: GivenPlan | None = None,
+        auto: bool = False,
     ) -> None:
         self.model = model
         self.options = options
@@ -74,14 +88,29 @@ class Runtime:
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.steps = 0
+        self.spares = spares
         self._closed = False
+        self._know(plan)
+        self.planning = planning
+        layouts = planning.layouts
         self._last_used: LayerState | None = None
         self.stalls = StallMeter(driver, device)
         self.factory = TensorFactory(driver, device)
         self._streams: dict[int, Stream] = {}
         self._own_stream = driver.create_stream(device) if self.factory.emulated else None
-        self.arena = HostArena(driver, host_nbytes(layouts, spares))
-        self.layers = move_in(cuts, layouts, geometries, self.arena, self.factory, materialiser)
+        self.ranks = ranks
+        self.arena: SlabPages
+        if ranks is None:
+            self.arena = HostArena(driver, host_nbytes(layouts, spares))
+        else:
+            ranks.open(driver, layouts, host_nbytes(layouts, spares))
+            self.arena = ranks.arena
+        fill = ranks is None or ranks.first
+        self.layers = move_in(
+            planning.cuts, layouts, geometries, self.arena, self.factory, materialiser, fill=fill
+        )
+        for layer, each in zip(self.layers, plans, strict=True):
+            layer.plan = each
         materialiser.materialise_buffers()
         self._home = {
             parameter: (layer, index) for layer in self.layers for index, parameter in enumerate(layer.parameters)
@@ -92,7 +121,12 @@ class Runtime:
                     owner._buffers[key] = buffer.to(self.factory.torch_device)
         threads = torch.get_num_threads()
         self._rule = rule
-        self.updates = UpdateQueue(
+        queue: Callable[..., UpdateQueue] = (
+            UpdateQueue
+            if ranks is None
+            else functools.partial(RankUpdates, ranks.board, cores=ranks.cores, emulated=self.factory.emulated)
+        )
+        self.updates = queue(
             start=single_threaded,
             native=rule.native,
             feeder=(update is not None or spares > 0) and not self.factory.emulated,
@@ -110,21 +144,30 @@ class Runtime:
             moved=self._state_moved,
             wait=self.stalls.wait,
             update=update,
+            read=self._read_panels,
+            ahead=self._open_ahead,
         )
         self._build_training(model)
         self._build_updates(update)
         if spares:
             self._update_early(cut_spares(self.arena, layouts, spares))
         self.memory.open()
-        self.gradients.use_ring(self.memory.ring)
+        self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
+        self.autopilot = Autopilot(self) if auto else None
+        if ranks is not None:
+            ranks.fence("offload()")  # the first has filled what all share
 
     # -- set-up -----------------------------------------------------------------------------------------
     def _build_training(self, model: nn.Module) -> None:
         names = {parameter: name for name, parameter in model.named_parameters()}
         trainable = [parameter for parameter in names if parameter.requires_grad]
-        self.gradients = GradientFlow(
-            self.driver,
-            self.memory.engine,
+        flow: Callable[..., GradientFlow] = GradientFlow
+        if self.ranks is not None:
+            uses = self.memory.trace.first_uses
+            flow = functools.partial(RankGradients, self.ranks, self.factory.torch_device, uses)
+        self.gradients = flow(
+            driver=self.driver,
+            engine=self.memory.engine,
             stream=self.stream,
             settle=self._gradients_change,
             arrived=self._gradient_arrived,
@@ -139,18 +182,24 @@ class Runtime:
             load=self._load,
             unpin=self._unpin,
             settle=self._settle_home,
-            changed=self._adopt_weight,
+            changed=self._weight_changed,
             saved=self.saved,
         )
         self.guards = ModelGuards(self.synchronize, self._loaded)
         self.scopes.attach_root(model)
         for owner in find_owners(model):
             attach = self.scopes.attach_in_place if owner.in_place else self.scopes.attach
-            attach(owner.module, scope_of(owner.parameters, self._home))
+            attach(owner.module, scope_of(owner.module, owner.parameters, self._home))
+        exactness = Exactness(self.driver, self.factory, relaxed=self.options.numerics == "relaxed")
+        self.dispatch = Dispatch(
+            self.planning.operators, self._home, self.gradients, self.memory.panels, exactness
+        )
+        self.dispatch.apply()
         for module in model.modules():
             self.guards.attach(module)
         self.guards.attach_root(model)
-        self.patch = self._rule.patch(self._home, step=self.step, settle=self.synchronize)
+        step = self.step if self.ranks is None else self.ranks.told()(self.step)
+        self.patch = self._rule.patch(self._home, step=step, settle=self.synchronize)
         self.slabs = SlabAccess(
             model,
             self.layers,
@@ -171,7 +220,8 @@ class Runtime:
                 if layer.layout.slots[index].spec.updated
             }
             if groups:
-                plans[layer] = self._rule.plan(layer, groups)
+                parts = None if self.ranks is None else self.ranks.share.parts(layer.layout)
+                plans[layer] = self._rule.plan(layer, groups, parts)
         split = self.options.optimizer_split
         self.step_updates = StepUpdates(
             self.driver,
@@ -183,7 +233,10 @@ class Runtime:
             update,
             split=split if isinstance(split, float) else None,
             stream=self.stream,
+            shared=self.ranks is not None,
         )
+        if isinstance(self.updates, RankUpdates):
+            self.updates.streamed_until = lambda layer: self.step_updates.streamed_until(self.layers[layer])
 
     def _update_early(self, spares: list[SpareSlab]) -> None:
         """Make updates during backward, if that is what the native kernel of Adam does here."""
@@ -214,30 +267,65 @@ class Runtime:
         return stream
 
     # -- forward and backward ---------------------------------------------------------------------------
-    def _load(self, layer: LayerState) -> DeviceViews:
-        views = self._use(layer, training=torch.is_grad_enabled())
+    def _load(self, layer: LayerState, support: Support) -> DeviceViews | None:
+        """Bring a layer into device memory and pin it, or None where such a module reads it at home."""
+        training, backward = torch.is_grad_enabled(), in_backward()
+        if backward and self.autopilot is not None:
+            self.autopilot.recomputes = True
+        if layer.plan.reads_at_home(support, backward=backward):
+            self._read_at_home(layer, training=training, backward=backward)
+            return None
+        views = self._use(layer, training=training, backward=backward)
         self.memory.cache.pin(layer.index)
         return views
 
     def _unpin(self, layer: LayerState) -> None:
         self.memory.cache.unpin(layer.index)
 
-    def _bring_back(self, layer: LayerState, key: ViewKey) -> torch.Tensor:
-        return self._use(layer, training=True).saved(key)
+    def _bring_back(self, layer: LayerState, key: ViewKey, at_home: bool) -> torch.Tensor:
+        if not at_home or layer.plan.weight is WeightMode.DHA_THEN_LOAD:
+            return self._use(layer, training=True, backward=True).saved(key)
+        self._read_at_home(layer, training=True, backward=True)
+        view = layer.saved_at_home(key)
+        layer.traffic.read_in_place += view.numel() * view.element_size()
+        return view
 
-    def _use(self, layer: LayerState, *, training: bool) -> DeviceViews:
+    def _use(self, layer: LayerState, *, training: bool, backward: bool) -> DeviceViews:
         stream = self.stream()
+        with self._stalling(layer, stream, training=training):
+            ptr = self.memory.cache.use(layer.index, stream, training=training, backward=backward)
+        views = layer.current = layer.views_at(ptr)
+        self.saved.watch(views.key, layer)
+        return views
+
+    def _read_at_home(self, layer: LayerState, *, training: bool, backward: bool) -> View:
+        """Let the current stream read a layer's host pages, which have its newest weights then."""
+        stream = self.stream()
+        with self._stalling(layer, stream, training=training):
+            view = self.memory.cache.read_in_place(layer.index, stream, training=training, backward=backward)
+        self.saved.watch_home(layer)
+        return view
+
+    def _read_panels(self, layer: LayerState) -> View:
+        return self._read_at_home(layer, training=torch.is_grad_enabled() or in_backward(), backward=in_backward())
+
+    def _open_ahead(self, layer: LayerState) -> View | None:
+        """The host pages of a layer that is not used yet, or None while they are being updated."""
+        if not self.updates.poll(layer.index):
+            return None
+        return self.memory.cache.open_at_home(layer.index, self.stream())
+
+    @contextlib.contextmanager
+    def _stalling(self, layer: LayerState, stream: Stream, *, training: bool) -> Iterator[None]:
+        """Wait until a layer's update is made or enqueued, and measure that and what `stream` waits for then."""
         begin = self.stalls.mark(stream) if training and layer is not self._last_used else None
         blocked = time.perf_counter()
         self._settle_layer(layer)
         blocked = time.perf_counter() - blocked
-        ptr = self.memory.cache.use(layer.index, stream, training=training)
+        yield
         if begin is not None:
             self._last_used = layer
             self.stalls.stalled(begin, stream, math.inf if self.step_updates.first_use(layer) else blocked)
-        views = layer.current = layer.views_at(ptr)
-        self.saved.watch(views.key, layer)
-        return views
 
     # -- step -------------------------------------------------------------------------------------------
     def step(self) -> None:
@@ -260,6 +348,8 @@ class Runtime:
         self.gradients.end_use()
         self.gradients.deliver(present, changed_unseen=unseen)
         self.stalls.iteration(self.stream())
+        if self.ranks is not None:
+            scaling = self.ranks.agree_on_step(scaling, self.patch.settings())
         scale = gradient_scale(present, scaling, self.options.max_grad_norm)
         self.grad_norm = scale.norm
         if scale.factor is None:
@@ -268,6 +358,7 @@ class Runtime:
         else:
             self.step_updates.submit(present, scale.factor)
         self.memory.trace.end_iteration()
+        self.memory.panels.end_iteration()
         self.stalls.submitted(self.stream())
         self._last_used = None
         self.steps += 1
@@ -275,6 +366,8 @@ class Runtime:
         if not self.options.async_step:
             self._finish_updates()
         self._adapt_pool()
+        if self.autopilot is not None:
+            self.autopilot.after_step()
 
     def _finish_updates(self) -> None:
         """Wait for the updates in forward order, and start loading each layer as soon as it is new."""
@@ -287,6 +380,7 @@ class Runtime:
 
     def _settle_layer(self, layer: LayerState) -> None:
         """Block until a layer's update is made or, on the device, enqueued: its weights may then be acquired."""
+        self.gradients.in_backward()
         self.updates.wait(layer.index)
 
     def _gradients_change(self, layer: LayerState) -> None:
@@ -333,15 +427,32 @@ class Runtime:
             self.stream().synchronize()
             self.step_updates.forget_early()
             self.step_updates.release_weights(self.layers)
-        with self.slabs.open(write=write) as states:
+        with self._all_ranks() if write else contextlib.nullcontext(), self.slabs.open(write=write) as states:
             yield states
+
+    @contextlib.contextmanager
+    def _all_ranks(self) -> Iterator[None]:
+        """Of several ranks every one is here, and none goes on before all have ended this."""
+        if self.ranks is None:
+            yield
+            return
+        with self.ranks.told():
+            self.ranks.fence("their load()")
+            yield
+            self.ranks.fence("the end of their load()")
 
     # -- changes by the user ------------------------------------------------------------------------------
     def _check_parameters(self) -> None:
         for layer in self.layers:
             for index, parameter in enumerate(layer.parameters):
                 if parameter._version != layer.parameter_versions[index]:
-                    self._adopt_weight(layer, index)
+                    self._weight_changed(layer, index)
+
+    def _weight_changed(self, layer: LayerState, index: int) -> None:
+        """A parameter was written to in place, not by a state dict that all ranks load."""
+        if self.ranks is not None:
+            self.ranks.refuse_write(layer.layout.slots[index].spec.name)
+        self._adopt_weight(layer, index)
 
     def _loaded(self, module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
@@ -353,6 +464,7 @@ class Runtime:
         self._settle_home(layer)
         self.step_updates.settle(layer)
         self.stream().synchronize()
+        self.memory.panels.forget()
         layer.parameter_versions[index] = layer.parameters[index]._version
         if not self.memory.cache.is_pinned(layer.index):
             self.memory.cache.evict(layer.index)
@@ -385,11 +497,42 @@ class Runtime:
         self.driver.synchronize(self.device)
         self._drop_device_copies()
         self.memory.resize(larger)
-        self.gradients.use_ring(self.memory.ring)
+        self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
+
+    def set_plan(self, plan: GivenPlan) -> None:
+        """Change the modes of layers between two steps; see `memferry_rt.set_plan`."""
+        self._require_open()
+        self.exchange(plan)
+        if self.autopilot is not None:
+            self.autopilot.stop("set_plan() has said otherwise")
+
+    def exchange(self, plan: GivenPlan | None, source: str | None = None) -> None:
+        """As `set_plan`, by whoever `source` says."""
+        plans = self.planning.resolve(plan)
+        budget = self.planning.budget(plans).replacing(self.memory.budget)
+        self.synchronize()
+        self.scopes.reset()
+        self.step_updates.refuse_aliases(self.layers)
+        self._know(plan, source)
+        self.step_updates.forget_early()
+        self.gradients.end_use()
+        self.driver.synchronize(self.device)
+        self._drop_device_copies()
+        for layer, each in zip(self.layers, plans, strict=True):
+            layer.plan = each
+        self.dispatch.apply()
+        self.memory.resize(budget)
+        self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
+
+    def _know(self, plan: GivenPlan | None, source: str | None = None) -> None:
+        """Remember what is planned, and by whom."""
+        self.plan: Plan | None = plan if isinstance(plan, Plan) else None
+        given = "default" if plan is None else "by hand" if self.plan is None else "given plan"
+        self.plan_source = source or given
 
     def _drop_device_copies(self) -> None:
         self.saved.forget()
-        self.gradients.use_ring(None)
+        self.gradients.use()
         self.memory.drop()
 
     def _state_moved(self, layer: LayerState) -> None:
@@ -399,34 +542,12 @@ class Runtime:
     # -- end --------------------------------------------------------------------------------------------
     def report(self) -> Report:
         """What is where now."""
-        memory, updates = self.memory, self.step_updates
-        moved = memory.bytes_moved
-        return Report(
-            device=f"{self.driver.name}:{self.device}",
-            device_name=self.driver.device_info(self.device).name,
-            layers=len(self.layers),
-            parameters=sum(parameter.numel() for parameter in self._home),
-            weight_nbytes=memory.weights.nbytes,
-            host_nbytes=self.arena.nbytes,
-            device_memory=self.options.device_memory,
-            pool_nbytes=memory.budget.pool,
-            ring_nbytes=memory.budget.ring,
-            stream_nbytes=memory.budget.stream,
-            device_peak=memory.budget.peak(memory.space.pool.peak),
-            host_to_device_nbytes=moved[Direction.HOST_TO_DEVICE],
-            device_to_host_nbytes=moved[Direction.DEVICE_TO_HOST],
-            updated_parameters=updates.numel(updates.updated),
-            resident_parameters=updates.numel(layer for layer in updates.updated if layer.residence is not None),
-            streamed_parameters=updates.numel(updates.streamed),
-            early_parameters=updates.numel(updates.made_early),
-            update_rates=updates.rates,
-            summed_parameters=updates.numel(layer for layer in updates.updated if layer.sums is not None),
-            times=self.stalls.last,
-            dram_nbytes=updates.cpu_nbytes + sum(moved.values()),
-            steps=self.steps,
-            skipped_steps=self.skipped_steps,
-            grad_norm=self.grad_norm,
-        )
+        return report_of(self)
+
+    @property
+    def saves(self) -> bool:
+        """Whether it is this process that writes checkpoints: alone, or the first of several ranks."""
+        return self.ranks is None or self.ranks.first
 
     def smallest_device_memory(self, torch_nbytes: int) -> int:
         """The smallest `device_memory` in bytes that would leave torch `torch_nbytes` bytes from the start."""
@@ -458,18 +579,25 @@ class Runtime:
         if self._closed:
             return
         self._closed = True
+        if self.autopilot is not None:
+            self.autopilot.stop("the model was restored")
         with contextlib.ExitStack() as last_to_first:
+            if self.ranks is not None:
+                last_to_first.callback(self.ranks.close)
             if self._own_stream is not None:
                 last_to_first.callback(self._own_stream.close)
             last_to_first.callback(self.arena.close)
             last_to_first.callback(self.memory.budget.release)
             last_to_first.callback(self.memory.engine.close)
             last_to_first.callback(self.memory.space.close)
+            if self.ranks is not None:
+                last_to_first.callback(self._own_state)
             last_to_first.callback(self.patch.restore)
             last_to_first.callback(self._hand_back)
             last_to_first.callback(self._drop_device_copies)
             last_to_first.callback(self.guards.detach)
             last_to_first.callback(self.gradients.detach)
+            last_to_first.callback(self.dispatch.restore)
             last_to_first.callback(self.stream().synchronize)
             last_to_first.callback(self.gradients.end_use)
             last_to_first.callback(self.scopes.detach)
@@ -483,8 +611,18 @@ class Runtime:
         """Make the parameters tensors over their host pages, which live on as long as any of them does."""
         for parameter, (layer, index) in self._home.items():
             gradient, parameter.grad = parameter.grad, None
-            parameter.data = layer.on_host("weight", index, self.arena)
+            parameter.data = self._unshared(layer.on_host("weight", index, self.arena))
             if gradient is not None:
                 at_home = gradient is layer.gradients[index]
                 plain = layer.on_host("gradient", index, self.arena) if at_home else gradient.to("cpu")
-                parameter.grad = plain.to(parameter.dtype)
+                parameter.grad = self._unshared(plain).to(parameter.dtype)
+
+    def _unshared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory of this process alone, where other ranks have the tensor's too."""
+        return tensor if self.ranks is None else tensor.clone()
+
+    def _own_state(self) -> None:
+        for state in self.patch.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[key] = self._unshared(value)

@@ -35,14 +35,34 @@ def require_hooks() -> None:
         )
 
 
+def in_backward() -> bool:
+    """Whether the calling thread is running a backward, recomputed forwards included."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def require_version(layer: LayerState, parameter: torch.Tensor, version: int) -> None:
+    """Refuse a backward after weights have changed, as PyTorch does.
+
+    Raises
+    ------
+    RuntimeError
+    """
+    if parameter._version != version:
+        raise RuntimeError(
+            f"backward needs a weight of layer {layer.name!r} as it was during forward, but it has been modified "
+            "by an inplace operation since, perhaps an optimizer step; call backward() before step()"
+        )
+
+
 class _SavedWeight:
-    """A view of a parameter in its layer's slab, by place."""
+    """A view of a parameter in its layer's slab, by place; `at_home` if it was one of host pages."""
 
-    __slots__ = ("key", "layer", "parameter", "version")
+    __slots__ = ("at_home", "key", "layer", "parameter", "version")
 
-    def __init__(self, layer: LayerState, key: ViewKey) -> None:
+    def __init__(self, layer: LayerState, key: ViewKey, at_home: bool) -> None:
         self.layer = layer
         self.key = key
+        self.at_home = at_home
         self.parameter = layer.parameter_at(key[1] * key[0].itemsize)
         self.version = self.parameter._version
 
@@ -53,17 +73,24 @@ class SavedWeights:
     Parameters
     ----------
     bring_back : callable
-        Gives the view of a layer's weights for backward, with the layer in device memory.
+        Gives the view of a layer's weights for backward, with the layer in device memory or, for one that was
+        saved at home, where its mode reads it.
     """
 
-    def __init__(self, bring_back: Callable[[LayerState, ViewKey], torch.Tensor]) -> None:
+    def __init__(self, bring_back: Callable[[LayerState, ViewKey, bool], torch.Tensor]) -> None:
         self._bring_back = bring_back
-        self._slabs: dict[int, LayerState] = {}
+        self._slabs: dict[int, tuple[LayerState, int, bool]] = {}
         self._plain = self._hooks(None)
 
     def watch(self, storage: int, layer: LayerState) -> None:
         """Tensors over the storage at this address are weights of `layer` from now on."""
-        self._slabs[storage] = layer
+        self._slabs[storage] = (layer, 0, False)
+
+    def watch_home(self, layer: LayerState) -> None:
+        """Tensors over the host pages of a layer's weights are what it reads in place from now on."""
+        for slot, home in zip(layer.layout.slots, layer.host_weights, strict=True):
+            if slot.spec.numel:
+                self._slabs[home.untyped_storage().data_ptr()] = (layer, slot.weight, True)
 
     def forget(self) -> None:
         """Forget every address: the device pool is going away."""
@@ -98,23 +125,20 @@ class SavedWeights:
 
         def pack(tensor: torch.Tensor) -> Any:
             try:
-                layer = slabs.get(tensor.untyped_storage().data_ptr())
+                found = slabs.get(tensor.untyped_storage().data_ptr())
             except (RuntimeError, NotImplementedError):  # no storage of its own: sparse, or a subclass
-                layer = None
-            if layer is not None:
-                key = (tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
-                return _SavedWeight(layer, key)
+                found = None
+            if found is not None:
+                layer, base, at_home = found
+                offset = int(tensor.storage_offset()) + base // tensor.dtype.itemsize
+                key = (tensor.dtype, offset, tuple(tensor.shape), tensor.stride())
+                return _SavedWeight(layer, key, at_home)
             return tensor if lower_pack is None else _Lower(lower_pack(tensor))
 
         def unpack(packed: Any) -> torch.Tensor:
             if type(packed) is _SavedWeight:
-                if packed.version != packed.parameter._version:
-                    raise RuntimeError(
-                        f"backward needs a weight of layer {packed.layer.name!r} as it was during forward, but it "
-                        "has been modified by an inplace operation since, perhaps an optimizer step; call "
-                        "backward() before step()"
-                    )
-                return bring_back(packed.layer, packed.key)
+                require_version(packed.layer, packed.parameter, packed.version)
+                return bring_back(packed.layer, packed.key, packed.at_home)
             if type(packed) is _Lower:
                 assert lower_unpack is not None
                 return lower_unpack(packed.packed)

@@ -16,6 +16,7 @@ from memferry_allocator import Driver, Event, Mode, Partition, Place, Stream, Vi
 from ...device_update import DeviceUpdate
 from ...errors import OffloadError
 from ...native import AdamOperands, NativeCalls
+from ...plan.modes import StateMode
 from ...split import UpdateRates, spread
 from ...updates import UpdateQueue
 from .early import EarlyUpdates
@@ -52,7 +53,7 @@ def gradient_scale(
     """
     norms = [slot.norm for slot in present if slot.norm is not None]
     total = 0.0
-    for value in torch.stack(norms).tolist() if norms else ():
+    for value in torch.cat(norms).tolist() if norms else ():
         total += value * value
     unscale = 1.0 if scaling is None or scaling.inverse is None else scaling.inverse
     norm = math.sqrt(total) * unscale if total >= 0 else math.nan
@@ -112,6 +113,8 @@ class StepUpdates:
         The share of the parameters to be updated on the device; None balances by measured rates.
     stream : callable
         The stream on which the calling thread's kernels run.
+    shared : bool
+        Other ranks update other parts of the same host pages.
 
     Attributes
     ----------
@@ -130,6 +133,7 @@ class StepUpdates:
         update: DeviceUpdate | None,
         split: float | None,
         stream: Callable[[], Stream],
+        shared: bool = False,
     ) -> None:
         self._driver = driver
         self._layers = layers
@@ -140,6 +144,7 @@ class StepUpdates:
         self._update = update
         self._split = split
         self._stream = stream
+        self._shared = shared
         self.early: EarlyUpdates | None = None
         self.rates = UpdateRates()
         self.updated: list[LayerState] = []  # in the last step; some of them in these ways:
@@ -186,7 +191,7 @@ class StepUpdates:
             if slot.layer.layout.slots[slot.index].spec.updated:
                 indices.setdefault(slot.layer, set()).add(slot.index)
         updated = [layer for layer in self._layers if layer in indices]
-        self._refuse_aliases(updated)
+        self.refuse_aliases(updated)
         early = self._made_early(updated, indices, settings, scale)
         self.updated, self.made_early = updated, early
         for layer in updated:
@@ -215,7 +220,7 @@ class StepUpdates:
         OffloadError
             A tensor aliases one of them; nothing was given up.
         """
-        self._refuse_aliases(layers)
+        self.refuse_aliases(layers)
         for layer in layers:
             self._memory.cache.evict(layer.index)
 
@@ -248,7 +253,7 @@ class StepUpdates:
         self.early.speculation.learn(scale == 1.0)
         return made
 
-    def _refuse_aliases(self, layers: Sequence[LayerState]) -> None:
+    def refuse_aliases(self, layers: Sequence[LayerState]) -> None:
         """Nobody may hold tensors over device copies of layers whose weights are about to change."""
         if any(layer.held() for layer in layers):
             gc.collect()  # a traceback or a cycle may be all that holds them
@@ -262,10 +267,13 @@ class StepUpdates:
     # -- who updates what -----------------------------------------------------------------------------
     def _assign(self, layers: Sequence[LayerState]) -> None:
         """Choose the layers that are streamed through the device in this step."""
-        sizes = [self.plans[layer].numel for layer in layers]
-        share = self._streamed_share(sum(sizes)) if self._memory.streaming is not None else 0.0
-        chosen = spread(sizes, share)
-        self.streamed = [layer for layer, take in zip(layers, chosen, strict=True) if take]
+        free = [layer for layer in layers if layer.plan.state is None]
+        sizes = [self.plans[layer].numel for layer in free]
+        there = self._memory.streaming is not None
+        chosen = spread(sizes, self._streamed_share(sum(sizes)) if there else 0.0)
+        shared = {layer for layer, take in zip(free, chosen, strict=True) if take}
+        planned = {layer for layer in layers if there and layer.plan.state is StateMode.STREAMED}
+        self.streamed = [layer for layer in layers if layer in shared or layer in planned]
         self._unseen = self._unseen.difference(layers).union(self.streamed)
 
     def _streamed_share(self, rest: int) -> float:
@@ -328,7 +336,7 @@ class StepUpdates:
         assert streaming is not None
         assert update is not None
         weights = self._memory.weights[layer.index]
-        stay = weights.resident and work.has_masters
+        stay = weights.resident and work.has_masters and layer.plan.new_weights_stay and not self._shared
         if not stay:
             self._open_home(work).release()  # nobody uses the pages from here on
         pieces = self._on_device(layer).native(update, *work.captured)
@@ -336,6 +344,7 @@ class StepUpdates:
 
         def enqueue() -> None:
             self._driver.observe(known)
+            before = streaming.bytes_in, streaming.bytes_out
             try:
                 if stay:
                     self._stream_into(weights, pieces)
@@ -343,6 +352,8 @@ class StepUpdates:
                     self._stream_home(weights, pieces)
             finally:
                 self._streamed[layer] = streaming.out.record()
+                layer.traffic.copied_in += streaming.bytes_in - before[0]
+                layer.traffic.copied_out += streaming.bytes_out - before[1]
 
         self._queue.feed(layer.index, enqueue)
 
@@ -371,9 +382,9 @@ class StepUpdates:
         """A layer's weights at home, for an update that writes them there; it gives up the device copy.
 
         Where the device has a kernel the CPU has the native one, which does not fail midway: what that replaces
-        need not come home first.
+        need not come home first.  A part of what is shared does not replace the whole.
         """
-        replaced = self._update is not None and work.replaces_weights
+        replaced = self._update is not None and work.replaces_weights and not self._shared
         mode = Mode.WRITE if replaced else Mode.READ_WRITE
         return self._memory.weights[work.layer.index].acquire(Place.HOST, mode)
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from memferry_allocator import Driver, HostArena, Span
+from memferry_allocator import Driver, Span
+
+from ...pages import SlabPages
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,14 +45,14 @@ class TensorFactory:
             return _from_buffer(self._driver.host_bytes(span.ptr, span.nbytes))
         return self._cuda(span.ptr, span.nbytes, None)
 
-    def mapped(self, arena: HostArena, span: Span) -> torch.Tensor:
+    def mapped(self, arena: SlabPages, span: Span) -> torch.Tensor:
         """Over registered host pages as the device's kernels see them; keeps the arena."""
         if self.emulated:
             return self.host(arena, span)
         ptr = self._driver.host_device_pointer(span.ptr, self._device)
         return self._cuda(ptr, span.nbytes, arena)
 
-    def host(self, arena: HostArena, span: Span) -> torch.Tensor:
+    def host(self, arena: SlabPages, span: Span) -> torch.Tensor:
         """Over host pages as the CPU sees them; keeps the arena."""
         return _from_buffer(arena.array(span))
 

@@ -12,9 +12,11 @@ import torch
 from torch.optim import Optimizer
 
 from ...device_update import DeviceUpdate, part_of
+from ...errors import UnsupportedError
 from ...layout import LayerLayout, Slot
 from ...native import AdamKernel, AdamOperands, AdamSettings, NativeCalls, OneStateKernel, OneStateOperands
 from ...native.adam import VECTOR
+from ...parallel import Part
 from ...split import spread
 from ...streaming import UNIT
 from .arithmetics import Arithmetic
@@ -35,6 +37,8 @@ class LayerUpdate(abc.ABC):
     layer : LayerState
     groups : mapping of index to int
         The parameter group of each parameter that the optimizer updates, by index in the layer.
+    parts : sequence of Part, optional
+        The elements to update, where other ranks update the rest; by default all.
 
     Attributes
     ----------
@@ -44,11 +48,19 @@ class LayerUpdate(abc.ABC):
         Bytes of host memory that it reads and writes on the CPU: state, gradients, and rounded weights.
     """
 
-    def __init__(self, layer: LayerState, groups: Mapping[int, int]) -> None:
+    def __init__(
+        self, layer: LayerState, groups: Mapping[int, int], *, parts: Sequence[Part] | None = None
+    ) -> None:
         self._layer = layer
         self._groups = groups
-        self.numel = sum(self._numel(index) for index in groups)
-        self.traffic = sum(_traffic(layer.layout.slots[index]) for index in groups)
+        numel = {index: layer.layout.slots[index].spec.numel for index in groups}
+        whole = [Part(index, 0, count) for index, count in numel.items()]
+        self._parts = {part.index: part for part in (whole if parts is None else parts) if part.index in groups}
+        self.numel = sum(part.count for part in self._parts.values())
+        self.traffic = sum(
+            _traffic(layer.layout.slots[index]) * part.count // max(numel[index], 1)
+            for index, part in self._parts.items()
+        )
 
     @property
     def indices(self) -> Iterable[int]:
@@ -73,28 +85,32 @@ class LayerUpdate(abc.ABC):
             Multiplied into every gradient.
         """
 
-    def _numel(self, index: int) -> int:
-        return self._layer.layout.slots[index].spec.numel
-
 
 class AdamUpdate(LayerUpdate):
     """By Adam or AdamW.
 
     Parameters
     ----------
-    layer, groups
+    layer, groups, parts
         See `LayerUpdate`.
     kernel : AdamKernel or None
         The native one; None for torch operations of the same arithmetic.
     """
 
-    def __init__(self, layer: LayerState, groups: Mapping[int, int], *, kernel: AdamKernel | None) -> None:
-        super().__init__(layer, groups)
+    def __init__(
+        self,
+        layer: LayerState,
+        groups: Mapping[int, int],
+        *,
+        kernel: AdamKernel | None,
+        parts: Sequence[Part] | None = None,
+    ) -> None:
+        super().__init__(layer, groups, parts=parts)
         self._kernel = kernel
         self._operands: dict[int, AdamOperands] = {}
         self._state_at = 0
         self._batches: list[Batch] = []
-        for index in sorted(groups, key=lambda index: (groups[index], index)):
+        for index in sorted(self._parts, key=lambda index: (groups[index], index)):
             if kernel is None:
                 self._cut_batches(index)
 
@@ -132,7 +148,11 @@ class AdamUpdate(LayerUpdate):
         """The update by a native kernel: for each parameter what its calls share, and where it is at home."""
         if self._state_at != self._layer.state_span.ptr:  # never yet, or it has moved
             self._state_at = self._layer.state_span.ptr
-            self._operands = {index: self._at_home(index) for index in self._groups if self._numel(index)}
+            self._operands = {
+                index: part_of(self._at_home(index), part.start, part.count)
+                for index, part in self._parts.items()
+                if part.count
+            }
         return [
             (kernel.prepare(settings[self._groups[index]], float(steps[index]), scale), operands)
             for index, operands in self._operands.items()
@@ -156,10 +176,10 @@ class AdamUpdate(LayerUpdate):
         )
 
     def _cut_batches(self, index: int) -> None:
-        layer, group = self._layer, self._groups[index]
+        layer, group, own = self._layer, self._groups[index], self._parts[index]
         spec = layer.layout.slots[index].spec
-        for start in range(0, spec.numel, CHUNK):
-            part = slice(start, min(start + CHUNK, spec.numel))
+        for start in range(own.start, own.start + own.count, CHUNK):
+            part = slice(start, min(start + CHUNK, own.start + own.count))
             self._batch(group, part.stop - part.start).add(
                 index,
                 master=layer.cpu_state(index, "master")[part],
@@ -218,16 +238,23 @@ class OneStateUpdate(LayerUpdate):
 
     Parameters
     ----------
-    layer, groups
+    layer, groups, parts
         See `LayerUpdate`.
     kernel : OneStateKernel
     arithmetic : Arithmetic
     """
 
     def __init__(
-        self, layer: LayerState, groups: Mapping[int, int], kernel: OneStateKernel, arithmetic: Arithmetic
+        self,
+        layer: LayerState,
+        groups: Mapping[int, int],
+        kernel: OneStateKernel,
+        arithmetic: Arithmetic,
+        *,
+        parts: Sequence[Part] | None = None,
     ) -> None:
-        super().__init__(layer, groups)
+        super().__init__(layer, groups, parts=parts)
+        self._shared = parts is not None
         self._kernel = kernel
         self._arithmetic = arithmetic
 
@@ -238,14 +265,35 @@ class OneStateUpdate(LayerUpdate):
         states = []
         for index in sorted(present):
             coefficients, state = self._arithmetic.begin(
-                settings[self._groups[index]], counts[index], scale, functools.partial(self._room, index)
+                settings[self._groups[index]],
+                counts[index],
+                scale,
+                functools.partial(self._room, index),
+                functools.partial(self._fill, index),
             )
             states.append(state)
+            if self._shared and state is not None:
+                self._require_room(index)
             prepared, whole = self._kernel.prepare(coefficients), self._at_home(index, state)
-            for start in range(0, whole.count, NATIVE_CHUNK):
-                work.append((prepared, whole.part(start, min(NATIVE_CHUNK, whole.count - start))))
+            part = self._parts.get(index, Part(index, 0, 0))
+            end = part.start + part.count
+            for start in range(part.start, end, NATIVE_CHUNK):
+                work.append((prepared, whole.part(start, min(NATIVE_CHUNK, end - start))))
         calls = self._kernel.calls(work)
         return dataclasses.replace(calls, kept=(calls.kept, states))
+
+    def _fill(self, index: int, state: torch.Tensor, value: float) -> None:
+        part = self._parts.get(index)
+        if part is not None:
+            state.as_strided((state.numel(),), (1,))[part.start : part.start + part.count].fill_(value)
+
+    def _require_room(self, index: int) -> None:
+        """Refuse state in memory of this rank alone, of which other ranks' parts would be missing."""
+        if not self._layer.layout.slots[index].state:
+            raise UnsupportedError(
+                f"{self._layer.layout.slots[index].spec.name} has optimizer state that offload() has laid out no "
+                "place for, as with a momentum that was 0 then; with process_group set it before offload()"
+            )
 
     def _room(self, index: int) -> torch.Tensor:
         form = self._layer.geometry[index]

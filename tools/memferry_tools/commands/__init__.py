@@ -9,11 +9,12 @@ import typer
 
 from ..errors import ToolError
 from ..version import version
-from . import bandwidth, plan, simulate, topo, train
+from . import bandwidth, plan, profile, simulate, topo, train
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "bandwidth": bandwidth.command,
     "plan": plan.command,
+    "profile": profile.command,
     "simulate": simulate.command,
     "topo": topo.command,
     "train": train.command,

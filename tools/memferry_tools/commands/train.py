@@ -37,6 +37,17 @@ def command(
     pool_memory: Annotated[
         str | None, typer.Option(help="How much of --device-memory is MemFerry's pool; found out by default.")
     ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            help="Modes of layers, e.g. embed=dha+inplace,layers.*=stream: where weights are read (resident, "
+            "stream, dha, dha_then_load, ring), how gradients leave (buffer, inplace).  [default: stream+buffer]"
+        ),
+    ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(help="Train by a plan in place of --mode: a file of `memferry plan --save`, or auto."),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="Weights in compute: fp32 or bf16; auto takes bf16 on CUDA and fp32 elsewhere.")
     ] = "auto",

@@ -30,6 +30,7 @@ class Identity:
     def of(cls, preset: str, recipe: Recipe, tokens: Tokens) -> Identity:
         settings = dataclasses.asdict(recipe)
         del settings["steps"]
+        settings["accumulate"] *= settings.pop("ranks")  # whoever sees them: the batch of a step is the same
         shape = settings.pop("shape")
         checksum = zlib.crc32(np.ascontiguousarray(tokens.ids).data)
         text = {"tokens in the data": len(tokens.ids), "checksum of the data": checksum}

@@ -17,6 +17,8 @@ class Batches:
     ----------
     tokens : Tokens
     recipe : Recipe
+    rank : int
+        Of the ``recipe.ranks`` processes, between which a step's micro-batches go round.
 
     Raises
     ------
@@ -24,7 +26,7 @@ class Batches:
         The text is shorter than one sequence and the token after it.
     """
 
-    def __init__(self, tokens: Tokens, recipe: Recipe) -> None:
+    def __init__(self, tokens: Tokens, recipe: Recipe, rank: int = 0) -> None:
         if len(tokens.ids) < recipe.seq + 1:
             raise ToolError(
                 f"--seq: {recipe.seq} tokens and the one after them are asked for, and the data has "
@@ -33,11 +35,13 @@ class Batches:
             )
         self._ids = tokens.ids
         self._recipe = recipe
+        self._rank = rank
 
     def micro_batch(self, step: int, micro_step: int) -> npt.NDArray[np.int64]:
         """Token ids, shape (micro_batch, seq + 1): inputs, and shifted by one what is to be predicted."""
         recipe = self._recipe
-        random = np.random.default_rng([recipe.seed, step, micro_step])
+        number = micro_step * recipe.ranks + self._rank
+        random = np.random.default_rng([recipe.seed, step, number])
         starts = random.integers(0, len(self._ids) - recipe.seq, size=(recipe.micro_batch, 1))
         windows: npt.NDArray[np.int64] = self._ids[starts + np.arange(recipe.seq + 1)].astype(np.int64)
         return windows

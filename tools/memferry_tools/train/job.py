@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 
-from memferry_rt import Report
+from memferry_rt import PlanError, Report
+from memferry_rt.plan import Plan, load_plan
 
 from ..errors import ToolError
 from ..screen import Screen
@@ -20,11 +23,12 @@ from .offloaded import OffloadedTraining, Placement
 from .options import TrainOptions
 from .recipe import Recipe
 from .reference import PlainTraining
-from .report import comparison_text, placement_rows, plan_rows, step_text, step_words, summary_rows
+from .report import comparison_text, placement_rows, plan_row, plan_rows, step_text, step_words, summary_rows
 from .results import check_writable, results, write_results
 from .text import read_text
 from .tokens import tokenise
 from .verify import Comparison, compare
+from .workers import Workers, device_of, joined
 
 
 def run(options: TrainOptions) -> int:
@@ -37,37 +41,48 @@ def run(options: TrainOptions) -> int:
     """
     check_writable(options.json)
     check_savable(options.save, options.resume)
+    device = device_of(options.device)
     try:
         with deterministic_kernels() if options.verify else nullcontext():
-            return _run(options)
+            return _run(options, device)
     except RuntimeError as error:
         if is_host_out_of_memory(error):
             raise ToolError(f"this machine has not enough memory for that: {error}") from error
         raise
 
 
-def _run(options: TrainOptions) -> int:
+def _run(options: TrainOptions, device: str) -> int:
+    target = find_target(device)
+    with joined(target.torch_device) as workers:
+        if workers.size > 1 and options.verify:
+            raise ToolError("--verify: plain PyTorch is one process; leave it out, or start one process")
+        return _run_among(workers, options, target)
+
+
+def _run_among(workers: Workers, options: TrainOptions, target: Target) -> int:
     saved = Saved.find(options.resume)
-    target = find_target(options.device)
     tokens = tokenise(read_text(options.data), options.tokenizer)
     recipe = options.settle(emulated=target.emulated, vocabulary=tokens.vocabulary)
-    batches = Batches(tokens, recipe)
+    recipe = replace(recipe, ranks=workers.size)
+    batches = Batches(tokens, recipe, workers.rank)
     identity = Identity.of(options.preset, recipe, tokens)
     if saved is not None:
         saved.check(identity, recipe.steps)
-    screen = Screen()
+    screen = Screen(quiet=not workers.first)
     screen.title(f"memferry {version()}: train")
     screen.rows(plan_rows(options, recipe, tokens, target))
     if saved is not None:
         screen.rows([("resumed", f"{saved.path}, after {saved.step} steps")])
     first = 0 if saved is None else saved.step
-    run, report = _train(options, recipe, batches, target, screen, identity, first)
+    run, report = _train(options, recipe, batches, target, screen, identity, first, workers)
     screen.title("done")
+    if options.plan == "auto":
+        screen.rows([plan_row(report)])
     screen.rows(summary_rows(run, report, recipe, target))
     if options.save is not None:
         screen.rows([("saved", f"{options.save}, after {recipe.steps} steps")])
     comparison = _verify(run, recipe, batches, target, screen, first) if options.verify else None
-    if options.json is not None:
+    if options.json is not None and workers.first:
         write_results(options.json, results(options, recipe, tokens, target, run, report, comparison))
         screen.rows([("written", str(options.json))])
     return 0 if comparison is None or comparison.identical else 1
@@ -81,13 +96,16 @@ def _train(
     screen: Screen,
     identity: Identity,
     first: int,
+    workers: Workers,
 ) -> tuple[Run, Report]:
     placement = Placement(
         target,
         device_memory=options.device_memory,
         host_memory=options.host_memory,
         pool_memory=options.pool_memory,
+        plan=_plan(options, recipe),
         async_step=options.async_step,
+        workers=workers,
     )
     with OffloadedTraining(recipe, batches, placement, options.resume) as training:
 
@@ -101,6 +119,21 @@ def _train(
             shown = _shown(show, recipe)
             run = run_steps(training, recipe, shown, keep_parameters=options.verify, first=first, save=save)
         return run, training.report()
+
+
+def _plan(options: TrainOptions, recipe: Recipe) -> Plan | str | None:
+    if not isinstance(options.plan, Path):
+        return options.plan or options.mode
+    try:
+        plan = load_plan(options.plan)
+    except PlanError as error:
+        raise ToolError(f"--plan: {error}") from None
+    if (plan.micro_batch, plan.sequence) != (recipe.micro_batch, recipe.seq):
+        raise ToolError(
+            f"--plan: it is for micro-batches of {plan.micro_batch} x {plan.sequence} tokens, and these have "
+            f"{recipe.micro_batch} x {recipe.seq}; give --micro-batch and --seq as the plan has them, or plan anew"
+        )
+    return plan
 
 
 def _verify(run: Run, recipe: Recipe, batches: Batches, target: Target, screen: Screen, first: int) -> Comparison:

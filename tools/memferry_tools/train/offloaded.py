@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import memferry_rt
-from memferry_rt import BudgetError, CheckpointError, Report
+from memferry_rt import BudgetError, CheckpointError, PlanError, Report, UnsupportedError
+from memferry_rt.plan import Plan
 
 from ..errors import ToolError
 from .data import Batches
@@ -21,17 +22,20 @@ from .interrupts import Interrupts
 from .loop import StepResult, run_micro_batches
 from .memory import default_device_memory, explain_out_of_memory
 from .recipe import Recipe
+from .workers import ALONE, Workers
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a run's state may lie, in bytes; None takes the default."""
+    """Where a run's state may lie, in bytes, and a plan or the modes of layers; None takes the default."""
 
     target: Target
     device_memory: int | None = None
     host_memory: int | None = None
     pool_memory: int | None = None
+    plan: str | Plan | None = None
     async_step: bool = True
+    workers: Workers = ALONE
 
 
 class OffloadedTraining:
@@ -98,7 +102,8 @@ class OffloadedTraining:
             )
             self._optimizer.step()
             self._optimizer.zero_grad()
-            values = losses.tolist()  # the update goes on meanwhile: what it takes shows in the next step
+            # the update goes on meanwhile: what it takes shows in the next step
+            values = self._placement.workers.gather(losses).tolist()
         except torch.OutOfMemoryError as error:
             raise explain_out_of_memory(error, self._placement.target, self._recipe, self._runtime) from error
         report = self._runtime.report()
@@ -127,9 +132,15 @@ class OffloadedTraining:
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True
         )
-        budget = placement.device_memory or default_device_memory(placement.target, recipe)
+        budget = placement.device_memory or placement.workers.least(
+            default_device_memory(placement.target, recipe)
+        )
         try:
             self._offload(budget)
+        except (PlanError, UnsupportedError) as error:
+            if isinstance(placement.plan, Plan):
+                raise ToolError(f"--plan: {error}") from error
+            raise
         except BudgetError as error:
             if placement.device_memory is not None or error.budget != "device_memory":
                 raise
@@ -166,4 +177,6 @@ class OffloadedTraining:
             accumulate=self._recipe.accumulate,
             accumulate_dtype=self._recipe.accumulate_dtype,
             param_init_fn=initialise,
+            process_group=self._placement.workers.group,
+            plan=self._placement.plan,
         )

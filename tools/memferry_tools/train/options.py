@@ -33,6 +33,10 @@ class TrainOptions:
     device : str
         ``"auto"``, ``"cuda:N"`` or ``"emulated"``.
     device_memory, host_memory, pool_memory : int or None
+    mode : str or None
+        Modes of layers, as `memferry_rt.offload` reads them.
+    plan : Path or "auto" or None
+        File of a plan.
     async_step, verify : bool
     save, resume : Path or None
         Folders of checkpoints.
@@ -49,6 +53,8 @@ class TrainOptions:
     device_memory: int | None
     host_memory: int | None
     pool_memory: int | None
+    mode: str | None
+    plan: Path | str | None
     async_step: bool
     verify: bool
     save: Path | None
@@ -68,6 +74,8 @@ class TrainOptions:
         device_memory: str | None = None,
         host_memory: str | None = None,
         pool_memory: str | None = None,
+        mode: str | None = None,
+        plan: str | None = None,
         dtype: str = "auto",
         micro_batch: int | None = None,
         seq: int | None = None,
@@ -102,6 +110,8 @@ class TrainOptions:
             raise ToolError(f"--accumulate-dtype: {accumulate_dtype!r} is not known; write auto or fp32")
         if save_every is not None and save is None:
             raise ToolError("--save-every: there is no --save DIR to save to")
+        if plan is not None and mode is not None:
+            raise ToolError("--plan: it has the modes of all layers; leave --mode out, or plan with --mode")
         recipe = Recipe(
             shape=replace(known.shape, tied=tied),
             checkpointing=known.checkpointing if checkpointing is None else checkpointing,
@@ -126,6 +136,8 @@ class TrainOptions:
             device_memory=_size(device_memory, "--device-memory"),
             host_memory=_size(host_memory, "--host-memory"),
             pool_memory=_size(pool_memory, "--pool-memory"),
+            mode=mode,
+            plan=plan if plan == "auto" else _path(plan, "--plan"),
             async_step=async_step,
             verify=verify,
             save=_path(save, "--save"),

@@ -29,6 +29,8 @@ class Recipe:
         Decides the first weights and the batches.
     accumulate_dtype : str or None
         In what micro-batches' gradients are summed; None for `dtype`.
+    ranks : int
+        Processes that train together, each on `accumulate` micro-batches of every step.
     """
 
     shape: ModelShape
@@ -43,10 +45,11 @@ class Recipe:
     max_grad_norm: float | None
     seed: int
     accumulate_dtype: str | None = None
+    ranks: int = 1
 
     @property
     def tokens_per_step(self) -> int:
-        return self.micro_batch * self.seq * self.accumulate
+        return self.micro_batch * self.seq * self.accumulate * self.ranks
 
     @property
     def weight_nbytes(self) -> int:

@@ -72,13 +72,13 @@ class PlainTraining:
         return self._sums.get(weight, weight.grad)
 
     def _gradient_norm(self) -> float:
-        """fp64 2-norms of the parameters' gradients, their squares added in the parameters' order."""
+        """fp64 2-norms of the gradients' pieces, their squares added in the order of parameters and pieces."""
         total = 0.0
         for weight in self._weights.values():
             gradient = self._gradient(weight)
             if gradient is not None:
-                norm = float(torch._foreach_norm([gradient], 2, dtype=torch.float64)[0])
-                total += norm * norm
+                for norm in torch._foreach_norm(pieces(gradient), 2, dtype=torch.float64):
+                    total += float(norm) * float(norm)
         return math.sqrt(total)
 
     def _scale(self, norm: float) -> float:
@@ -100,3 +100,13 @@ class PlainTraining:
         if self._masters is not self._weights:
             for name, weight in self._weights.items():
                 weight.copy_(self._masters[name])
+
+
+def pieces(gradient: torch.Tensor) -> list[torch.Tensor]:
+    """Whole rows, at most 4 Mi elements, and a multiple of 256 of them where so many fit."""
+    limit = 4 << 20
+    rows, width = (gradient.shape[0], gradient[0].numel()) if gradient.dim() > 1 else (gradient.numel(), 1)
+    fitting = max(1, limit // width)
+    if fitting > 256:
+        fitting -= fitting % 256
+    return list(gradient.reshape(rows, width).split(fitting))

@@ -30,8 +30,8 @@ def plan_rows(options: TrainOptions, recipe: Recipe, tokens: Tokens, target: Tar
         ("text", f"{tokens.source}: {len(tokens.ids):,} tokens"),
         (
             "steps",
-            f"{recipe.steps} of {recipe.accumulate} x {recipe.micro_batch} x {recipe.seq} tokens, activations "
-            + ("recomputed in backward" if recipe.checkpointing else "kept"),
+            f"{recipe.steps} of {_ranks_text(recipe)}{recipe.accumulate} x {recipe.micro_batch} x {recipe.seq} "
+            "tokens, activations " + ("recomputed in backward" if recipe.checkpointing else "kept"),
         ),
         (
             "optimizer",
@@ -41,12 +41,23 @@ def plan_rows(options: TrainOptions, recipe: Recipe, tokens: Tokens, target: Tar
     ]
 
 
+def _ranks_text(recipe: Recipe) -> str:
+    return "" if recipe.ranks == 1 else f"{recipe.ranks} ranks x "
+
+
+def plan_row(report: Report) -> Row:
+    """Who has planned, and what is done otherwise."""
+    return "plan", "; ".join((report.plan_source, *report.plan_notes))
+
+
 def placement_rows(report: Report, recipe: Recipe) -> list[Row]:
     """What is where, once it is there."""
     weights, gradients = recipe.weight_nbytes, recipe.gradient_nbytes
     state = report.host_nbytes - weights - gradients
     share = report.device_memory / weights
+    planned = [] if report.plan_source == "default" else [plan_row(report)]
     return [
+        *planned,
         (
             "budget",
             f"{format_size(report.device_memory)} of device memory, {share:.0%} of the weights: pool "

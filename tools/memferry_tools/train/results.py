@@ -52,6 +52,8 @@ def results(
             "device_memory": report.device_memory,
             "host_memory": options.host_memory,
             "pool_memory": options.pool_memory,
+            "mode": options.mode,
+            "plan": None if options.plan is None else str(options.plan),
             "async_step": options.async_step,
             "verify": options.verify,
             "save": None if options.save is None else str(options.save),

@@ -31,6 +31,18 @@ _ffi.cdef("""
     int cuEventQuery(uintptr_t event);
     int cuEventSynchronize(uintptr_t event);
     int cuMemcpyAsync(uintptr_t dst, uintptr_t src, size_t nbytes, uintptr_t stream);
+    typedef struct {
+        size_t src_x, src_y;
+        int src_type;
+        const void *src_host;
+        uintptr_t src_device, src_array;
+        size_t src_pitch, dst_x, dst_y;
+        int dst_type;
+        void *dst_host;
+        uintptr_t dst_device, dst_array;
+        size_t dst_pitch, width, height;
+    } memferry_rows;
+    int cuMemcpy2DAsync_v2(const memferry_rows *rows, uintptr_t stream);
     int cuMemsetD8Async(uintptr_t dst, unsigned char value, size_t nbytes, uintptr_t stream);
     int cuPointerGetAttribute(int *answer, int attribute, uintptr_t ptr);
     int cuPointerGetAttributes(unsigned int count, int *attributes, void **answers, uintptr_t ptr);
@@ -129,6 +141,19 @@ class Answers(threading.local):
         self.beside: Any = _ffi.new("beside_answer *")
         self.attributes = Attributes()
         self.held: int | None = None  # the device whose context `Held` keeps current
+
+
+UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says where the memory is
+
+
+def rows_structure(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int) -> Any:
+    """``CUDA_MEMCPY2D`` for addresses of any kind of memory."""
+    made: Any = _ffi.new("memferry_rows *")
+    made.src_type = made.dst_type = UNIFIED
+    made.src_device, made.src_pitch = src, src_pitch
+    made.dst_device, made.dst_pitch = dst, dst_pitch
+    made.width, made.height = width, rows
+    return made
 
 
 @cache

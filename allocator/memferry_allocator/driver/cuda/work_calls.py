@@ -8,6 +8,7 @@ from ...errors import DriverError
 from ..handles import Stream
 from .core import CudaCore
 from .errors import SUCCESS, check, require_size
+from .library import rows_structure
 
 
 class WorkCalls(CudaCore):
@@ -23,6 +24,24 @@ class WorkCalls(CudaCore):
         code = self._answer(stream.device, self._library.cuMemcpyAsync, dst, src, nbytes, handle)
         if code != SUCCESS:
             raise self._error(stream.device, code, "copy", f"{nbytes} bytes from {src:#x} to {dst:#x}")
+
+    def copy_rows(
+        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, *, stream: Stream
+    ) -> None:
+        self._require_pitches(dst_pitch, src_pitch, width, rows)
+        handle = self._stream(stream)
+        if width == 0 or rows == 0:
+            return
+        require_size("copy_rows", rows * width)
+        if self._addresses is not None:
+            for ptr, pitch in ((dst, dst_pitch), (src, src_pitch)):
+                self._require_mapped("copy_rows", (ptr,), (rows - 1) * pitch + width)
+        told = rows_structure(dst, dst_pitch, src, src_pitch, width, rows)
+        code = self._answer(stream.device, self._library.cuMemcpy2DAsync_v2, told, handle)
+        if code != SUCCESS:
+            raise self._error(
+                stream.device, code, "copy_rows", f"{rows} rows of {width} bytes from {src:#x} to {dst:#x}"
+            )
 
     def fill(self, ptr: int, value: int, nbytes: int, *, stream: Stream) -> None:
         handle = self._stream(stream)

@@ -1,0 +1,1 @@
+"""Direct host access: what operators cost over the link, against what the link and compute cost by themselves."""

@@ -1,0 +1,11 @@
+"""What the fork server imports once for all ranks."""
+
+import torch._dynamo  # which the first backward or optimizer imports
+import torch.distributed.tensor
+import torch.utils.checkpoint
+
+import memferry_rt
+import memferry_rt.adapters.torch
+import tests.runtime.models
+
+__all__ = ["memferry_rt", "tests", "torch"]

@@ -1,0 +1,1 @@
+"""Measuring a model's layers in every mode."""
