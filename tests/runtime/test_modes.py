@@ -69,7 +69,7 @@ def options(draw: Any) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     run=st.sampled_from(sorted(RUNS)),
     accumulate=st.sampled_from([1, 2]),
