@@ -165,6 +165,35 @@ def _around_a_checkpoint(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor
     return x
 
 
+@pytest.mark.parametrize("odd", ["column by column", "a vector"])
+def test_calls_that_an_operator_cannot_join_are_added_in_their_turn(odd: str) -> None:
+    class Thrice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64, bias=False)
+            self.norm = nn.LayerNorm(64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.norm(self.linear(x))
+            x = self.linear(x.t()) if odd == "column by column" else x + self.linear(x[0])
+            return self.linear(self.norm(x))
+
+    def after(plan: str | None) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = Thrice()
+        if plan is not None:
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            memferry_rt.offload(model, optimizer, device="emulated", device_memory="200KiB", plan=plan)
+        model(torch.randn(64, 64)).square().sum().backward()
+        assert model.linear.weight.grad is not None
+        found = model.linear.weight.grad.clone()
+        if plan is not None:
+            memferry_rt.restore(model)
+        return found
+
+    assert torch.equal(after("linear=inplace"), after(None))
+
+
 def test_kept_gradients_keep_their_values() -> None:
     def act(model: Any) -> Any:
         next_token_loss(model, 0).backward()

@@ -22,7 +22,9 @@ class EmbeddingOperator:
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.module.weight
-        if type(input) is not torch.Tensor or not torch.is_grad_enabled() or not weight.requires_grad:
+        gradients = torch.is_grad_enabled() and weight.requires_grad
+        if type(input) is not torch.Tensor or not gradients:
+            self.slot.mixed |= gradients
             return nn.Embedding.forward(self.module, input)
         apply: Any = _Embedding.apply
         result: torch.Tensor = apply(weight, input, self)

@@ -46,6 +46,8 @@ class GradientSlot:
         The version of `home` that host memory has, where `home` is the device's.
     pending : list of Contribution
         What backwards have found out of the gradient and not yet computed.
+    mixed : bool
+        Whether autograd itself makes an addition since the last step: it alone knows the order of the sum then.
     written_rows : (int, Tensor) or None
         The rows of a table at home that may be other than zero, and the version of `home` that this is true of.
     """
@@ -64,6 +66,7 @@ class GradientSlot:
     version: int = -1
     delivered: int = -1
     pending: list[Contribution] = field(default_factory=list)
+    mixed: bool = False
     written_rows: tuple[int, torch.Tensor] | None = None
 
     _own_references: tuple[int, int] = (0, 0)
@@ -79,7 +82,8 @@ class GradientSlot:
         """Whether nobody else sees the gradient as autograd makes it, and its home is as a kernel writes it."""
         parameter = self.parameter
         return (
-            not parameter._backward_hooks
+            not self.mixed
+            and not parameter._backward_hooks
             and len(parameter._post_accumulate_grad_hooks or ()) == 1
             and self.home.dtype is parameter.dtype
             and self.home.is_contiguous()

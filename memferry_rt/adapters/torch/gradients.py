@@ -376,6 +376,7 @@ class GradientFlow(GradientHomes):
         for slot in self.slots:
             slot.micro_steps = 0
             slot.pending.clear()  # of backwards that failed
+            slot.mixed = False
         present = [slot for slot in self.slots if slot.parameter.grad is not None]
         self._separate(present)
         for slot in present:

@@ -62,6 +62,8 @@ class LinearOperator:
             self._count_whole()
         gradients = torch.is_grad_enabled() and (input.requires_grad or module.weight.requires_grad)
         if not usual or not (gradients or by_panels):
+            if gradients and self._slot is not None:
+                self._slot.mixed = True
             return nn.Linear.forward(module, input)
         apply: Any = _Linear.apply
         result: torch.Tensor = apply(input, module.weight, module.bias, self, by_panels)
