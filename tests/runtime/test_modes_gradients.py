@@ -327,6 +327,15 @@ def test_in_place_in_half_precision(run: Any, options: dict[str, Any]) -> None:
     assert_same(plain(job), offloaded(job, share=3.0, accumulate=2, plan=INPLACE, **options))
 
 
+def test_a_gradient_that_wants_a_gradient_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(64, 32))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    memferry_rt.offload(model, optimizer, device="emulated", device_memory="200KiB", plan="*=inplace")
+    with pytest.raises(memferry_rt.UnsupportedError, match="create_graph=True"):
+        model(tokens(0)).pow(3).sum().backward(create_graph=True)
+    memferry_rt.restore(model)
+
+
 def test_autocast_in_place() -> None:
     def act(model: Any) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -178,6 +178,7 @@ class GradientFlow(GradientHomes):
         """
         home = self._homes[slot.layer]
         may = slot.layer.plan.gradient is GradientMode.INPLACE and not home.on_device
+        may = may and not torch.is_grad_enabled()  # by create_graph, which is refused when the gradient arrives
         if not may or not slot.is_alone or not self._accumulates(slot):
             return contribution.dense()
         first = all(earlier.task != contribution.task for earlier in slot.pending)
