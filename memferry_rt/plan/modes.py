@@ -126,6 +126,8 @@ def _entries(given: str | Mapping[str, str | Mode | LayerModes]) -> Iterator[tup
             yield pattern.strip(), _read(words, entry)
     elif isinstance(given, Mapping):
         for pattern, value in given.items():
+            if not isinstance(pattern, str):
+                raise PlanError(f"modes: {pattern!r} is no name of a layer; write for example {{'embed': 'dha'}}")
             yield pattern, value if isinstance(value, LayerModes) else _read(value, f"{pattern}={value}")
     else:
         raise PlanError(f"modes: {given!r} is neither text nor a mapping; write for example 'embed=dha'")

@@ -38,6 +38,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     ({"first": "dha+ring"}, PlanError, "two modes of one kind"),
     ("first", PlanError, "layer=mode"),
     (17, PlanError, "neither text nor a mapping"),
+    ({1: "dha"}, PlanError, "modes: 1 is no name of a layer"),
     ({"first": "state:resident"}, UnsupportedError, "optimizer_split"),
     (
         {"table": "dha"},
