@@ -38,7 +38,7 @@ def test_a_saved_plan_is_trained_by(train: Command, plan: Path, tmp_path: Path) 
         (("--tied",), "layer 'head' is in the plan alone"),
         (("--dtype", "bf16"), "the plan's dtype is float32, and this is bfloat16"),
         (("--seq", "8"), "for micro-batches of 2 x 16 tokens, and these have 2 x 8"),
-        (("--mode", "head=dha"), "leave --mode out"),
+        (("--mode", "head=dha"), "leave --mode out, or plan with --modes"),
     ],
 )
 def test_a_plan_for_something_else_is_refused(

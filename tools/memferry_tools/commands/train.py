@@ -40,7 +40,7 @@ def command(
     mode: Annotated[
         str | None,
         typer.Option(
-            help="Modes of layers, e.g. embed=dha+inplace,layers.*=stream: where weights are read (resident, "
+            help="Modes of layers, e.g. embedding=dha+inplace,blocks.*=stream: where weights are read (resident, "
             "stream, dha, dha_then_load, ring), how gradients leave (buffer, inplace).  [default: stream+buffer]"
         ),
     ] = None,

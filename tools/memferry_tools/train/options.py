@@ -111,7 +111,7 @@ class TrainOptions:
         if save_every is not None and save is None:
             raise ToolError("--save-every: there is no --save DIR to save to")
         if plan is not None and mode is not None:
-            raise ToolError("--plan: it has the modes of all layers; leave --mode out, or plan with --mode")
+            raise ToolError("--plan: it has the modes of all layers; leave --mode out, or plan with --modes")
         recipe = Recipe(
             shape=replace(known.shape, tied=tied),
             checkpointing=known.checkpointing if checkpointing is None else checkpointing,
