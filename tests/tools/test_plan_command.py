@@ -209,6 +209,8 @@ MISTAKES: list[tuple[tuple[str, ...], list[str]]] = [
     ((*PLAN, "--modes", "head=ring"), ["head cannot have ring", "relaxed"]),
     ((*PLAN, "--numerics", "fast"), ["--numerics: 'fast'", "exact"]),
     ((*PLAN, "--reserve", "3"), ["--reserve: 3"]),
+    ((*PLAN, "--spare-slabs", "-1"), ["--spare-slabs: -1"]),
+    ((*PLAN, "--reserve", "0.5", "--gradient-memory", "1GiB"), ["--gradient-memory: "]),
     ((*PLAN, "--dtype", "int8"), ["--dtype: 'int8'", "bf16"]),
     ((*PLAN, "--micro-batch", "0"), ["--micro-batch: 0"]),
     ((*PLAN, "--checkpointing", "maybe"), ["--checkpointing: 'maybe'", "auto"]),

@@ -34,6 +34,8 @@ from .show import format_seconds, more_rows, show_bounds, show_plan
 from .target import find_batch, find_machine, find_workload
 
 _POINTS = 6  # of memory over time, on the screen
+# What `PlanOptions` calls otherwise.
+_OPTIONS = {"spares": "spare-slabs", "gradient_memory": "gradient-memory"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class PlanJob:
                 partial=settings["partial"],
             )
         except PlanError as error:
-            raise ToolError(f"--{error}") from None
+            name, _, why = str(error).partition(":")
+            raise ToolError(f"--{_OPTIONS.get(name, name)}:{why}") from None
         files = (path(settings[name], f"--{name}") for name in ("save", "json", "plot"))
         return cls(build_model(**settings), build_host(**settings), options, settings["largest"], *files)
 
