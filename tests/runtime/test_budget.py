@@ -80,7 +80,7 @@ def test_host_memory_is_bounded_and_named() -> None:
 
 
 def test_a_pool_given_by_hand() -> None:
-    with pytest.raises(BudgetError, match="pool_memory"):
+    with pytest.raises(BudgetError, match=r"^device_memory: 1.00 MiB .* pool_memory .* works is 2048KiB"):
         _offload(Decoder(), device_memory="1MiB", pool_memory="2MiB")
     with pytest.raises(BudgetError, match="pool_memory"):
         _offload(Decoder(), device_memory="1MiB", pool_memory=1024)

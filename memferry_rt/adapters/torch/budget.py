@@ -259,10 +259,11 @@ def plan_budget(
     names = ", ".join(filter(None, (worst[1], *(layouts[layer].name for layer in kept))))
     smallest = max(stay + worst[0] + least_ring, RING_UNIT)
     available = total if pool is None else pool
-    if smallest > available or (pool is not None and pool > total):
+    if smallest > available:
         name = "device_memory" if pool is None else "pool_memory"
-        reason = f"{names} must be in it at once" if smallest > available else "it is part of device_memory"
-        raise BudgetError(name, available, smallest, reason)
+        raise BudgetError(name, available, smallest, f"{names} must be in it at once")
+    if pool is not None and pool > total:
+        raise BudgetError("device_memory", total, pool, "pool_memory is part of it")
     weights = sum(in_pool)
     room = room or UpdateRoom()
     ring = _whole_ring(gradient) if gradient else 0
