@@ -283,3 +283,12 @@ def test_a_config_of_no_known_shape_is_refused(
     assert outcome.status == 2
     for part in ("--config", str(path), *parts):
         assert part in outcome.err
+
+
+def test_heads_that_do_not_divide_a_model_are_refused(memferry: Command, tmp_path: Path) -> None:
+    config = {"hidden_size": 65, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 10}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "vocab_size": 100, **config}))
+    outcome = memferry("plan", "--config", str(path), "--device-memory", "1GiB")
+    assert outcome.status == 2
+    assert "4 heads do not divide a hidden_size of 65" in outcome.err

@@ -67,6 +67,14 @@ class _Config:
             raise ToolError(f"--config: {self._path}: {name}: {value!r} is neither true nor false")
         return value
 
+    def require_even_heads(self, hidden: int, heads: int) -> None:
+        """Refuse a model that its heads do not divide."""
+        if hidden % heads:
+            raise ToolError(
+                f"--config: {self._path}: num_attention_heads: "
+                f"{heads} heads do not divide a hidden_size of {hidden}"
+            )
+
     def refuse(self, name: str, unless: object) -> None:
         """Refuse a setting that makes other shapes than those that are known."""
         value = self._document.get(name, unless)
@@ -80,6 +88,7 @@ def _llama(config: _Config) -> tuple[Dimensions, Names]:
     for name in ("attention_bias", "mlp_bias"):
         config.refuse(name, unless=False)
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    config.require_even_heads(hidden, heads)
     width = config.number("head_dim", hidden // heads)
     if width * heads != hidden:
         config.refuse("head_dim", unless=hidden // heads)
