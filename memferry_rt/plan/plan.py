@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -127,6 +128,12 @@ class Plan:
                 raise PlanError(f"{each.name}: {value} is less than 0")
         if not self.layers:
             raise PlanError("layers: a plan has at least one")
+        names = Counter(layer.name for layer in self.layers)
+        name, times = names.most_common(1)[0]
+        if times > 1:
+            raise PlanError(f"layers: {name!r} is there {times} times")
+        if not self.seconds:
+            raise PlanError("seconds: an iteration takes more than 0")
         for layer in self.layers:
             if layer.state is StateMode.RESIDENT and layer.weight is not WeightMode.RESIDENT:
                 raise PlanError(

@@ -49,6 +49,8 @@ Change = Callable[[dict[str, Any]], Any]
         (lambda d: d.pop("fingerprint"), "fingerprint is missing"),
         (lambda d: d.update(colour="red"), "colour is no field"),
         (lambda d: d.update(layers=[]), "layers: a plan has at least one"),
+        (lambda d: d["layers"].append(d["layers"][1]), "layers: .* is there 2 times"),
+        (lambda d: d.update(seconds=0.0), "seconds: an iteration takes more than 0"),
         (lambda d: d.update(ring_nbytes=-1), "ring_nbytes: -1 is less than 0"),
         (lambda d: d.update(device_memory=1), "device_peak_nbytes: .* is more than device_memory"),
         (lambda d: d["layers"][1].update(weight="dax"), r"layers\[1\]\.weight: 'dax'.*resident, stream, dha"),
