@@ -231,6 +231,7 @@ MISTAKES: list[tuple[tuple[str, ...], list[str]]] = [
     (("simulate", "--plan", "/nowhere.json"), ["--plan", "/nowhere.json cannot be read"]),
     (("simulate", *LLAMA, "--auto", "--modes", "head=dha"), ["--auto", "leave --plan, --modes"]),
     (("simulate", *LLAMA, "--ablation", "--modes", "head=dha"), ["--ablation", "leave --plan and --modes out"]),
+    (("simulate", *LLAMA, "--ablation", "--plot", "x.png"), ["--plot: it draws one iteration"]),
 ]
 
 

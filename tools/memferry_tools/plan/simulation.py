@@ -61,6 +61,8 @@ class SimulateJob:
             raise ToolError(f"--{error}") from None
         if settings["ablation"] and (plan is not None or settings["modes"]):
             raise ToolError("--ablation: its arms choose the modes; leave --plan and --modes out")
+        if settings["ablation"] and settings["plot"] is not None:
+            raise ToolError("--plot: it draws one iteration, and --ablation simulates several; leave one out")
         if settings["auto"] and (plan is not None or settings["modes"] or settings["ablation"]):
             raise ToolError("--auto: it is what the runtime does by itself; leave --plan, --modes, --ablation out")
         files = (path(settings[name], f"--{name}") for name in ("json", "plot"))
