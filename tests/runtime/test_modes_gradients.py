@@ -422,3 +422,18 @@ def test_compiled_blocks_and_forwards_without_gradients(plan: str, without: Any)
         return [first, second, *gradients(model)]
 
     assert equal(*both(act, plan=plan))
+
+
+@pytest.mark.parametrize("plan", ["*=stream", "0=dha+inplace, 1=ring+inplace"])
+@pytest.mark.parametrize("changed", ["ids", "activation"])
+def test_what_backward_needs_must_not_be_changed_in_place(plan: str, changed: str) -> None:
+    model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    memferry_rt.offload(model, optimizer, device="emulated", device_memory="200KiB", plan=plan)
+    ids = tokens(0)
+    x = model[0](ids)
+    loss = model[1](x).square().sum()
+    (ids if changed == "ids" else x.detach()).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    memferry_rt.restore(model)

@@ -133,7 +133,7 @@ class SavedWeights:
                 offset = int(tensor.storage_offset()) + base // tensor.dtype.itemsize
                 key = (tensor.dtype, offset, tuple(tensor.shape), tensor.stride())
                 return _SavedWeight(layer, key, at_home)
-            return tensor if lower_pack is None else _Lower(lower_pack(tensor))
+            return _Kept(tensor) if lower_pack is None else _Lower(lower_pack(tensor))
 
         def unpack(packed: Any) -> torch.Tensor:
             if type(packed) is _SavedWeight:
@@ -142,11 +142,31 @@ class SavedWeights:
             if type(packed) is _Lower:
                 assert lower_unpack is not None
                 return lower_unpack(packed.packed)
-            result: torch.Tensor = packed
-            return result
+            kept: _Kept = packed
+            return kept.unchanged()
 
         pack._weights_of = slabs  # type: ignore[attr-defined]
         return pack, unpack
+
+
+class _Kept:
+    """Any other tensor.  PyTorch itself does not look at the versions of what hooks have packed."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+
+    def unchanged(self) -> torch.Tensor:
+        tensor = self.tensor
+        if tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{tensor.type()} {list(tensor.shape)} is at version {tensor._version}; expected version "
+                f"{self.version} instead"
+            )
+        return tensor
 
 
 class _Lower:
