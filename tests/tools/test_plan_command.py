@@ -220,6 +220,7 @@ MISTAKES: list[tuple[tuple[str, ...], list[str]]] = [
     ((*PLAN, "--fixture", "h200-x1", "--device", "4"), ["--fixture", "device 4"]),
     ((*PLAN, "--topology", "x", "--fixture", "h200-x1"), ["--topology: give it, or --fixture"]),
     ((*PLAN, "--helpers"), ["--helpers", "--topology or --fixture"]),
+    ((*PLAN, "--device", "3"), ["--device", "--topology or --fixture"]),
     ((*PLAN, "--helpers", "--fixture", "h200-x2", "--ranks", "2"), ["--helpers", "no time to relay"]),
     ((*PLAN, "--ranks", "0"), ["--ranks: 0"]),
     ((*PLAN, "--save", "/nowhere/plan.json"), ["--save", "no folder /nowhere"]),

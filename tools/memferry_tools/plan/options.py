@@ -110,6 +110,8 @@ def build_host(
         raise ToolError("--topology: give it, or --fixture, but not both")
     if device < 0:
         raise ToolError(f"--device: {device} is not an ordinal")
+    if device and topology is None and fixture is None:
+        raise ToolError("--device: name the machine that it is a device of: --topology or --fixture")
     if ranks < 1:
         raise ToolError(f"--ranks: {ranks} is not 1 or more")
     if helpers and ranks > 1:
