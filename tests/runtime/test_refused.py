@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -50,8 +51,11 @@ def test_a_move_to_where_it_is_already_is_allowed(trained: Trained) -> None:
 
 
 def test_create_graph_is_refused(trained: Trained) -> None:
-    with pytest.raises(UnsupportedError, match="create_graph"), pytest.warns(UserWarning, match="create_graph"):
-        next_token_loss(trained.model, 0).backward(create_graph=True)
+    with warnings.catch_warnings():
+        # torch warns of it once a process, so whether it does here depends on the tests before this one.
+        warnings.filterwarnings("ignore", message=".*create_graph", category=UserWarning)
+        with pytest.raises(UnsupportedError, match="create_graph"):
+            next_token_loss(trained.model, 0).backward(create_graph=True)
     trained.optimizer.zero_grad()
     trained.steps(1)
     assert trained.same()
