@@ -91,6 +91,8 @@ class Workload:
         keep for backward.
     measured_nbytes : int or None
         The most that torch reserved in a step with layers recomputing as by default; None goes by count.
+    exchange_nbytes : int
+        What torch needs during backward for gradients on their way between ranks.
 
     Raises
     ------
@@ -105,6 +107,7 @@ class Workload:
     sequence: int
     working_nbytes: int
     measured_nbytes: int | None = None
+    exchange_nbytes: int = 0
 
     def __post_init__(self) -> None:
         if not any(layer.parameters for layer in self.layers):

@@ -23,9 +23,20 @@ class Schedule:
     choice : Choice
     capacity : int
         Bytes of device memory for weights that come and go.
+    shared : bool
+        Whether ranks share the updates: then no device copy survives one.
     """
 
-    def __init__(self, workload: Workload, costs: tuple[LayerCost, ...], choice: Choice, capacity: int) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        costs: tuple[LayerCost, ...],
+        choice: Choice,
+        capacity: int,
+        *,
+        shared: bool = False,
+    ) -> None:
+        self._shared = shared
         self._places: dict[tuple[int, int], int] = {}  # of the uses, by pass and layer
         self._uses: list[Use] = []
         self._owners = workload.owners
@@ -58,7 +69,7 @@ class Schedule:
                 if key[0] in passes:
                     last[self._owners[key[1]]] = place
             for owner, place in last.items():
-                if choice.layers[owner].state is StateMode.CPU:
+                if self._shared or choice.layers[owner].state is StateMode.CPU:
                     self._uses[place] = Use(owner, self._uses[place].nbytes, last=True)
 
     def load_before(self, number: int, layer: int) -> tuple[int, int] | None:
@@ -82,5 +93,7 @@ class Schedule:
 
     def stays(self, layer: int) -> bool:
         """Whether a streamed layer's copy is still there when its update comes."""
+        if self._shared:
+            return False
         first = next((key for key in self._keys if key[0] == 2 and self._owners[key[1]] == layer), None)
         return first is not None and self._places[first] not in self._loads

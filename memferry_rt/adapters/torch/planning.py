@@ -38,8 +38,8 @@ class Planning:
     device : int
     updates : bool
         Whether the device has a kernel for updates.
-    shared : bool
-        Other ranks share the optimizer state, which stays where all find it.
+    ranks : int
+        That train together; several share the optimizer state, which stays where all find it.
     dtype : str
         The compute dtype of most parameters.
 
@@ -59,7 +59,7 @@ class Planning:
         device: int,
         *,
         updates: bool,
-        shared: bool = False,
+        ranks: int = 1,
         dtype: str,
     ) -> None:
         self._model = model
@@ -76,10 +76,10 @@ class Planning:
         self._options = options
         self._device = None if driver.name == "emulated" else device
         self._updates = updates
-        self._shared = shared
+        self._shared = ranks > 1
         emulated = driver.name == "emulated"
         name = None if emulated else driver.device_info(device).name
-        self.ability = Ability(name, dtype, layouts, options, updates=updates, shared=shared)
+        self.ability = Ability(name, dtype, layouts, options, updates=updates, ranks=ranks)
 
     def resolve(self, plan: GivenPlan | None) -> list[LayerPlan]:
         """What each layer does.
