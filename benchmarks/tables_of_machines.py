@@ -46,15 +46,18 @@ def _machine(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _where(row: dict[str, Any]) -> str:
-    helpers = f" + {row['helpers']}" if row["helpers"] else ""
-    return f"`{row['fixture']}`, {row['ranks']}{helpers}"
+    return _ranks(row) + (f" + {row['helpers']}" if row["helpers"] else "")
+
+
+def _ranks(row: dict[str, Any]) -> str:
+    return f"`{row['fixture']}`, {row['ranks']}"
 
 
 def machine_loads(summary: dict[str, Any]) -> Rows:
     """Whole loads against gathered ones, where several ranks train."""
     head = ("machine", "tokens a device", "default: whole", "gathered", "", "planned: whole", "gathered", "")
     rows = [row for row in summary["rows"].values() if row["ranks"] > 1]
-    return [head, *((_where(row), *_loads(row)) for row in rows)]
+    return [head, *((_ranks(row), *_loads(row)) for row in rows)]
 
 
 def _loads(row: dict[str, Any]) -> Iterable[str]:
@@ -72,12 +75,12 @@ def machine_numbers(summary: dict[str, Any]) -> Rows:
         if row["fixture"] not in most or row["ranks"] > most[row["fixture"]]["ranks"]:
             most[row["fixture"]] = row
     rows, known = list[tuple[str, ...]](), set[tuple[str, ...]]()
-    for fixture, row in most.items():
+    for row in most.values():
         for name, (number, source) in row["numbers"].items():
             said = (_WORDS[name], _rate(name, number), source)
             if said not in known and (name != "peers" or row["ranks"] > 1):
                 known.add(said)
-                rows.append((f"`{fixture}`, {row['ranks']}", *said))
+                rows.append((_ranks(row), *said))
     return [("machine", "", "number", "where from"), *rows]
 
 
@@ -90,7 +93,7 @@ def machine_hosts(summary: dict[str, Any]) -> Rows:
         head,
         *(
             (
-                _where(row),
+                _ranks(row),
                 f"{row['preset']}, {row['micro_batch']} x {row['sequence']}",
                 *(f"{change:+.1%}" for change in row["other_hosts"].values()),
             )
