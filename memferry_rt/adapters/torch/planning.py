@@ -22,6 +22,7 @@ from .modes import GivenPlan, LayerPlan, resolve_plan
 from .norm import piece_rows
 from .planned import Ability, refuse_plan, with_states
 from .support import support_of, with_operators
+from .tensors import torch_device_of
 from .update import room_for_updates
 
 
@@ -74,10 +75,10 @@ class Planning:
         self._index_of: dict[torch.Tensor, int] = {parameter: index for parameter, _, index in members}
         self.layouts = layouts
         self._options = options
-        self._device = None if driver.name == "emulated" else device
+        emulated = torch_device_of(driver, device).type == "cpu"
+        self._device = None if emulated else device
         self._updates = updates
         self._shared = ranks > 1
-        emulated = driver.name == "emulated"
         name = None if emulated else driver.device_info(device).name
         self.ability = Ability(name, dtype, layouts, options, updates=updates, ranks=ranks)
 
