@@ -90,8 +90,9 @@ def test_everything_is_kept(memferry: Command, tmp_path: Path) -> None:
 
 def test_the_timeline_is_drawn(memferry: Command, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    for command in (("plan", *LLAMA), ("simulate", *LLAMA)):
-        path = tmp_path / f"{command[0]}.png"
+    ranks = ("simulate", *LLAMA, "--ranks", "4", "--helpers", "--fixture", "cloudmatrix384-node")
+    for number, command in enumerate((("plan", *LLAMA), ("simulate", *LLAMA), ranks)):
+        path = tmp_path / f"{number}.png"
         assert memferry(*command, "--plot", str(path)).status == 0
         assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -186,12 +187,16 @@ def test_ranks_load_whole_layers_or_gather_them(memferry: Command) -> None:
     assert times[1] < times[0]
 
 
-def test_idle_devices_help_ranks(memferry: Command) -> None:
+def test_idle_devices_help_ranks(memferry: Command, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
     outcome = memferry(
         "simulate", "--preset", "llama-13b", "--device-memory", "40GiB", "--micro-batch", "1", "--auto",
-        "--fixture", "cloudmatrix384-node", "--ranks", "4", "--helpers",
+        "--fixture", "cloudmatrix384-node", "--ranks", "4", "--helpers", "--json", str(path),
     )  # fmt: skip
     assert outcome.status == 0
+    spans = json.loads(path.read_text())["timeline"]
+    assert {"peers", "relay in", "relay out"} <= {span["queue"] for span in spans}
+    assert {"X", "S"} <= {span["kind"] for span in spans}
     assert values(outcome.out, "machine") == [
         "4 x Ascend 910C, each with such a batch; 1 idle for each: loads and gradients relayed"
     ]
@@ -210,11 +215,12 @@ def test_another_system_is_simulated(memferry: Command, tmp_path: Path) -> None:
 
 def test_a_plan_for_ranks_is_simulated_with_so_many(memferry: Command, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
-    assert memferry("plan", *LLAMA, "--ranks", "2", "--device-memory", "8GiB", "--save", path).status == 0
+    tiny = ("--preset", "tiny")
+    assert memferry("plan", *tiny, "--ranks", "2", "--device-memory", "1GiB", "--save", path).status == 0
     assert load_plan(path).ranks == 2
-    again = memferry("simulate", *LLAMA[:2], "--plan", path, "--ranks", "2")
+    again = memferry("simulate", *tiny, "--plan", path, "--ranks", "2")
     assert values(again.out, "the plan's")[0].endswith("here +0.0%")
-    other = memferry("simulate", *LLAMA[:2], "--plan", path)
+    other = memferry("simulate", *tiny, "--plan", path)
     assert other.status == 2
     assert "for a group of 2 ranks, and here one rank trains" in other.err
 
