@@ -31,13 +31,14 @@ TORCH = 80 << 20  # more than the planner leaves torch for so little a model
 KINDS = {"embedding": LayerKind.EMBEDDING, "head": LayerKind.HEAD}
 
 
-def _workload(model: nn.Module) -> Workload:
+def workload_of(model: nn.Module, dtype: str = "float32") -> Workload:
+    """A small decoder as the planner sees it."""
     layers = [
         make_layer(
             cut.name,
             KINDS.get(cut.name, LayerKind.BLOCK if cut.name.startswith("blocks") else LayerKind.OTHER),
             [tuple(parameter.shape) for _, parameter in cut.parameters],
-            "float32",
+            dtype,
             flops=1e6,
             traffic_nbytes=1e6,
             kernels=3,
@@ -45,7 +46,7 @@ def _workload(model: nn.Module) -> Workload:
         for cut in cut_layers(model)
     ]
     first = [layer for layer in layers if layer.name == "embedding" or layer.name.startswith("blocks")]
-    return Workload("small", (*first, *(layer for layer in layers if layer not in first)), "float32", 3, 12, 0)
+    return Workload("small", (*first, *(layer for layer in layers if layer not in first)), dtype, 3, 12, 0)
 
 
 def _plan(ranks: int, **options: Any) -> Plan:
@@ -53,7 +54,7 @@ def _plan(ranks: int, **options: Any) -> Plan:
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     kinds = frozenset({LayerKind.EMBEDDING, LayerKind.LINEAR, LayerKind.BLOCK, LayerKind.HEAD})
     asked = PlanOptions(TORCH + int(0.8 * weights), host_kinds=kinds, evaluations=20, **options)
-    return make_plan(_workload(model), asked, replace(H200, ranks=ranks)).plan
+    return make_plan(workload_of(model), asked, replace(H200, ranks=ranks)).plan
 
 
 def _with(plan: Any) -> Job:
