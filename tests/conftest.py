@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from functools import cache
+from pkgutil import resolve_name
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -38,8 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "may_refuse: what the driver under test may refuse is skipped")
     name, _, place = (config.getoption("--driver") or "").partition("=")
     if place:
-        module, _, factory = place.partition(":")
-        register_driver(name, getattr(importlib.import_module(module), factory))
+        register_driver(name, resolve_name(place))
 
 
 @cache
