@@ -104,6 +104,12 @@ class Machine:
         """A copy to the device, alone."""
         return self.copy_latency + nbytes / self.to_device if nbytes else 0.0
 
+    @property
+    def relayed(self) -> str:
+        """What idle devices copy for this one, in words; empty where there are none."""
+        ways = (("loads", self.relays_to_device), ("gradients", self.relays_from_device))
+        return " and ".join(what for what, relays in ways if relays)
+
     def with_relays(self, into: int, out: int) -> Machine:
         """With no more than so many of the devices that relay, in each direction."""
         return replace(

@@ -79,7 +79,12 @@ def make_plan(
     outcomes = [outcome for choice in choices if (outcome := adaptive(choice)) is not None]
     best = min(outcomes, key=lambda outcome: outcome.seconds)
     arms = {**planned.plan.arms, "without devices that relay": alone.plan.seconds}
-    plan = build_plan(planned.setting, planned.options, adaptive, best, arms=arms, notes=planned.plan.notes)
+    relayed = adaptive.machine_of(best.choice).relayed
+    note = (
+        f"predicted with idle devices that relay {relayed}" if relayed else "idle devices that relay gain nothing"
+    )
+    notes = (*planned.plan.notes, note)
+    plan = build_plan(planned.setting, planned.options, adaptive, best, arms=arms, notes=notes)
     return replace(planned, plan=plan, evaluator=adaptive, outcome=best)
 
 

@@ -90,6 +90,7 @@ def test_a_plan_with_helpers_is_no_worse_than_the_one_without() -> None:
     alone, planned = make_plan(workload, options), make_plan(workload, options, helped(RELAY))
     assert planned.plan.seconds <= alone.plan.seconds
     assert planned.plan.arms["without devices that relay"] == alone.plan.seconds
+    assert any("idle devices that relay" in note for note in planned.plan.notes)
 
 
 def test_relays_and_the_exchange_share_the_interconnect() -> None:

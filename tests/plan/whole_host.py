@@ -3,6 +3,7 @@ simulator takes for granted."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from memferry_rt.plan import Machine
@@ -19,6 +20,9 @@ class Open:
     kind: Flow
     left: float
     rate: float = 0.0
+
+
+Use = Callable[[Open], float]
 
 
 @dataclass
@@ -89,8 +93,6 @@ def _begin(
                 busy = any((flow.rank, flow.task) == (rank, task) for flow in active)
                 if not busy:
                     ends[task] = now
-            if not tasks:
-                continue
         for queue in [name for name, tasks in own.items() if not tasks]:
             del own[queue]
     return begun
@@ -152,15 +154,16 @@ def _weight(machine: Machine, flow: Open, active: list[Open]) -> float:
     return machine.peers if flow.kind is Flow.PEER else 1.0
 
 
-def _resources(machine: Machine) -> list[tuple[float, object]]:
+def _resources(machine: Machine) -> list[tuple[float, Use]]:
+    """Capacities, and how much of each a flow takes for every unit that it moves."""
     into, out = machine.to_device, machine.from_device
-    found = [
+    found: list[tuple[float, Use]] = [
         (machine.cpu_update, lambda f: float(f.kind is Flow.CPU)),
         (machine.host_memory, lambda f: float(f.kind not in (Flow.TIME, Flow.PEER))),
     ]
     for rank in range(machine.ranks):
 
-        def own(kinds: dict[Flow, float], rank: int = rank) -> object:
+        def own(kinds: dict[Flow, float], rank: int = rank) -> Use:
             return lambda f: kinds.get(f.kind, 0.0) if f.rank == rank else 0.0
 
         found += [
@@ -172,4 +175,4 @@ def _resources(machine: Machine) -> list[tuple[float, object]]:
             ),
             (machine.peers, own({Flow.PEER: 1.0})),
         ]
-    return found  # type: ignore[return-value]
+    return found

@@ -216,7 +216,8 @@ def test_another_system_is_simulated(memferry: Command, tmp_path: Path) -> None:
 def test_a_plan_for_ranks_is_simulated_with_so_many(memferry: Command, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     tiny = ("--preset", "tiny")
-    assert memferry("plan", *tiny, "--ranks", "2", "--device-memory", "1GiB", "--save", path).status == 0
+    made = memferry("plan", *tiny, "--ranks", "2", "--device-memory", "1GiB", "--save", path)
+    assert values(made.out, "device")[0] == "2 x NVIDIA H200"
     assert load_plan(path).ranks == 2
     again = memferry("simulate", *tiny, "--plan", path, "--ranks", "2")
     assert values(again.out, "the plan's")[0].endswith("here +0.0%")

@@ -40,9 +40,7 @@ def describe(machine: Machine) -> str:
     ranks, helpers = machine.ranks, max(len(machine.relays_to_device), len(machine.relays_from_device))
     text = machine.name if ranks == 1 else f"{ranks} x {machine.name}, each with such a batch"
     if helpers:
-        ways = (("loads", machine.relays_to_device), ("gradients", machine.relays_from_device))
-        relayed = " and ".join(what for what, relays in ways if relays)
-        text += f"; {helpers} idle for {'it' if ranks == 1 else 'each'}: {relayed} relayed"
+        text += f"; {helpers} idle for {'it' if ranks == 1 else 'each'}: {machine.relayed} relayed"
     return text
 
 
