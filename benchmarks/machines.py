@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from memferry_rt.plan import Machine, PlanOptions, Workload, find_bounds, machine_from_topology, make_plan
+from memferry_rt.plan.adapters import with_adapters
 from memferry_rt.plan.planner import Planned, plan_as_offload
 from memferry_rt.plan.shapes import Batch, transformer
 from memferry_rt.plan.zero_offload import zero_offload
@@ -40,6 +41,8 @@ class Case:
         Whether the devices that do not train are also asked to relay.
     published : str
         What the MemFerry paper says of such a case.
+    adapters : int
+        Their rank, where they alone are trained; 0 trains all.
     """
 
     fixture: str
@@ -50,10 +53,12 @@ class Case:
     sequence: int = 1024
     helped: bool = False
     published: str = ""
+    adapters: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.fixture}-{self.ranks}-{self.preset}-{self.micro_batch}x{self.sequence}-{self.gib}GiB"
+        model = f"{self.preset}-adapters" if self.adapters else self.preset
+        return f"{self.fixture}-{self.ranks}-{model}-{self.micro_batch}x{self.sequence}-{self.gib}GiB"
 
 
 FASTER = "at least 28.1% faster"
@@ -62,6 +67,7 @@ CASES = (
     Case("h200-x1", 1, "llama-1b", 8, 6),
     Case("h200-x2", 2, "llama-1b", 8, 6),
     Case("h200-x2", 1, "llama-1b", 8, 6, helped=True),
+    Case("h200-x2", 1, "llama-7b", 1, 8, helped=True, adapters=16),
     Case("hgx-h200-x8", 1, "llama-7b", 8, 40),
     Case("hgx-h200-x8", 2, "llama-7b", 8, 40),
     Case("hgx-h200-x8", 4, "llama-7b", 8, 40, helped=True),
@@ -72,13 +78,16 @@ CASES = (
     Case("cloudmatrix384-node", 4, "llama-13b", 1, 48, helped=True, published=SCALE_UP),
     Case("cloudmatrix384-node", 4, "llama-13b", 8, 48, helped=True, published=SCALE_UP),
     Case("cloudmatrix384-node", 4, "llama-13b", 16, 48, helped=True, published=SCALE_UP),
+    Case("cloudmatrix384-node", 4, "llama-13b", 1, 12, helped=True, adapters=16),
 )
 
 
 def find_workload(case: Case) -> Workload:
     preset = find_preset(case.preset)
     batch = Batch(case.micro_batch, case.sequence, recompute=preset.checkpointing)
-    return transformer(case.preset, dimensions(preset.shape), batch)
+    size = dimensions(preset.shape)
+    workload = transformer(case.preset, size, batch)
+    return with_adapters(workload, size, case.adapters) if case.adapters else workload
 
 
 def find_machine(case: Case, *, helped: bool = False) -> Machine:
@@ -88,10 +97,9 @@ def find_machine(case: Case, *, helped: bool = False) -> Machine:
 def by_default(case: Case) -> dict[str, float]:
     """Seconds of DeepSpeed's iteration, and of what MemFerry does without a plan."""
     workload, options = find_workload(case), PlanOptions(case.gib * GIB)
-    found = {
-        "deepspeed": zero_offload(workload, find_machine(case)).seconds,
-        "default": plan_as_offload(workload, options, find_machine(case)).plan.seconds,
-    }
+    found = {"default": plan_as_offload(workload, options, find_machine(case)).plan.seconds}
+    if not case.adapters:  # its rules are those of training everything
+        found["deepspeed"] = zero_offload(workload, find_machine(case)).seconds
     if case.helped:
         found["default, helped"] = plan_as_offload(workload, options, find_machine(case, helped=True)).plan.seconds
     if case.ranks > 1:
@@ -134,6 +142,7 @@ def row_of(case: Case) -> dict[str, Any]:
         "ranks": case.ranks,
         "helpers": len(machine(case.fixture).devices) - case.ranks if case.helped else 0,
         "preset": case.preset,
+        "adapters": case.adapters,
         "micro_batch": case.micro_batch,
         "sequence": case.sequence,
         "device_memory": case.gib * GIB,

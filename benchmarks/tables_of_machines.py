@@ -37,12 +37,23 @@ def _machine(row: dict[str, Any]) -> tuple[str, ...]:
     there = [[name for name in pair if name in seconds] for pair in pairs]
     return (
         _where(row),
-        f"{row['preset']}, {row['micro_batch']} x {row['sequence']}, {row['device_memory'] >> 30} GiB",
-        _seconds(seconds["deepspeed"]),
+        f"{_what(row)}, {row['device_memory'] >> 30} GiB",
+        _seconds(seconds.get("deepspeed")),
         *(", ".join(_seconds(seconds[name]) for name in pair) for pair in there),
-        *(", ".join(f"{seconds[name] / seconds['deepspeed'] - 1:+.1%}" for name in pair) for pair in there),
+        *(_against(seconds, pair) for pair in there),
         row["published"],
     )
+
+
+def _what(row: dict[str, Any]) -> str:
+    adapters = ", adapters" if row["adapters"] else ""
+    return f"{row['preset']}{adapters}, {row['micro_batch']} x {row['sequence']}"
+
+
+def _against(seconds: dict[str, float], names: list[str]) -> str:
+    if "deepspeed" not in seconds:
+        return ""
+    return ", ".join(f"{seconds[name] / seconds['deepspeed'] - 1:+.1%}" for name in names)
 
 
 def _where(row: dict[str, Any]) -> str:
@@ -62,7 +73,7 @@ def machine_loads(summary: dict[str, Any]) -> Rows:
 
 def _loads(row: dict[str, Any]) -> Iterable[str]:
     seconds = row["seconds"]
-    yield f"{row['preset']}, {row['micro_batch']} x {row['sequence']}"
+    yield _what(row)
     for name in ("default", "planned"):
         gathered = seconds[f"{name}, gathered"]
         yield from (_seconds(seconds[name]), _seconds(gathered), f"{gathered / seconds[name] - 1:+.1%}")
@@ -94,7 +105,7 @@ def machine_hosts(summary: dict[str, Any]) -> Rows:
         *(
             (
                 _ranks(row),
-                f"{row['preset']}, {row['micro_batch']} x {row['sequence']}",
+                _what(row),
                 *(f"{change:+.1%}" for change in row["other_hosts"].values()),
             )
             for row in rows

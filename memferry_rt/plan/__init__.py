@@ -3,6 +3,7 @@
 Nothing here needs a framework or a device.
 """
 
+from .adapters import with_adapters
 from .explain import Bound, NextBest, find_bounds, next_best, one_more, usage
 from .largest import Largest, largest_model
 from .linked import machine_from_topology
@@ -74,5 +75,6 @@ __all__ = [
     "save_profile",
     "transformer",
     "usage",
+    "with_adapters",
     "workload_from_profile",
 ]

@@ -217,11 +217,9 @@ class _Builder:
         earlier = self._loads.get((number, owner))
         first = number == 2 and earlier is None
         update = self._update.get(owner) if number == 2 else None
-        replaced = first and (self._shared or choice.state is StateMode.CPU)
+        replaced = first and update is not None and (self._shared or choice.state is StateMode.CPU)
         if choice.weight is WeightMode.RESIDENT:
-            if not replaced or update is None:
-                return earlier
-            return self._loading(number, owner, spec.weight_nbytes, [update], 0)
+            return self._loading(number, owner, spec.weight_nbytes, [update], 0) if replaced else earlier
         room = self._schedule.load_before(number, layer)
         if room is None:
             return earlier

@@ -45,7 +45,7 @@ class Schedule:
             for layer in range(count) if number % 2 == 0 else range(count - 1, -1, -1):
                 self._add(number, layer, workload, costs, choice)
         self._keys = list(self._places)
-        self._mark_last(choice)
+        self._mark_last(workload, choice)
         found = plan_loads(self._uses, capacity)
         self._loads, self._released = found.loads, found.released
 
@@ -61,7 +61,7 @@ class Schedule:
             self._places[number, layer] = len(self._uses)
             self._uses.append(Use(owner, slab_nbytes(workload.layers[owner], choice.layers[owner])))
 
-    def _mark_last(self, choice: Choice) -> None:
+    def _mark_last(self, workload: Workload, choice: Choice) -> None:
         """The last use before an update at home: after it the copy is worth nothing."""
         for passes in ((0, 1), (2, 3)):
             last: dict[int, int] = {}
@@ -69,7 +69,8 @@ class Schedule:
                 if key[0] in passes:
                     last[self._owners[key[1]]] = place
             for owner, place in last.items():
-                if self._shared or choice.layers[owner].state is StateMode.CPU:
+                kept = not self._shared and choice.layers[owner].state is not StateMode.CPU
+                if workload.layers[owner].state_nbytes and not kept:
                     self._uses[place] = Use(owner, self._uses[place].nbytes, last=True)
 
     def load_before(self, number: int, layer: int) -> tuple[int, int] | None:
