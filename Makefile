@@ -8,7 +8,7 @@ TESTS ?= tests
 JOBS ?= 2
 
 .PHONY: demo test test-all test-gpu lint bench bench-allocator bench-interop bench-optimizer bench-pipeline bench-plan \
-  bench-bandwidth bench-dha bench-scale bench-machines clean
+  bench-bandwidth bench-dha bench-scale clean
 
 demo: $(READY)  ## the main job: train a small language model through a third of its weights' memory
 	$(RUN)memferry train --preset tiny --steps 12 --verify
@@ -54,6 +54,7 @@ bench-plan:  ## predicted iterations against measured ones; PROFILES=folder for 
 	$(RUN)python -m benchmarks.plan $(if $(PROFILES),--profiles $(PROFILES))
 	$(RUN)python -m benchmarks.tables
 
+.PHONY: bench-machines
 bench-machines:  ## iterations on machines that nobody here has, by the simulator; needs no device
 	$(RUN)python -m benchmarks.machines
 	$(RUN)python -m benchmarks.tables
