@@ -54,6 +54,11 @@ bench-plan:  ## predicted iterations against measured ones; PROFILES=folder for 
 	$(RUN)python -m benchmarks.plan $(if $(PROFILES),--profiles $(PROFILES))
 	$(RUN)python -m benchmarks.tables
 
+.PHONY: bench-machines
+bench-machines:  ## iterations on machines that nobody here has, by the simulator; needs no device
+	$(RUN)python -m benchmarks.machines
+	$(RUN)python -m benchmarks.tables
+
 bench-bandwidth:  ## two CUDA devices or more, for all of it
 	$(RUN)memferry bandwidth --all --recalibrate --json benchmarks/results/bandwidth-2xh200.json
 	$(RUN)python -m benchmarks.tables

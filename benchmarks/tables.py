@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from .dha import tables as dha
+from .tables_of_machines import machine_hosts, machine_loads, machine_numbers, machines
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 PAGES = tuple(
-    f"docs/{page}.md" for page in ("allocator", "interop", "performance", "bandwidth", "dha", "scheduler")
+    f"docs/{page}.md"
+    for page in ("allocator", "interop", "performance", "bandwidth", "dha", "scheduler", "multi-gpu")
 )
 
 Rows = list[tuple[str, ...]]
@@ -250,6 +252,10 @@ TABLES = {
     "peers": Table("pipeline", peers),
     "plan": Table("plan", plan),
     "bandwidth": Table("bandwidth-2xh200", bandwidth, "bench-bandwidth"),
+    **{
+        made.__name__: Table("machines", made)
+        for made in (machines, machine_loads, machine_hosts, machine_numbers)
+    },
     **{
         f"dha_{made.__name__}": Table("dha", made)
         for made in (dha.link, dha.embedding, dha.rows, dha.gradient, dha.ring, dha.beside, dha.models)

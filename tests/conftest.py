@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from pkgutil import resolve_name
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from memferry_allocator import DriverNotFoundError, open_driver
+from memferry_allocator import DriverNotFoundError, open_driver, register_driver
 
 pytest.register_assert_rewrite(
     "tests.allocator.machine",
@@ -24,8 +25,20 @@ settings.register_profile("thorough", settings.get_profile("default"), max_examp
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--driver",
+        metavar="NAME[=MODULE:FACTORY]",
+        help="a registered driver for tests/allocator/test_given_driver.py, or one to register",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "devices(n): needs n devices of the driver under test")
+    config.addinivalue_line("markers", "may_refuse: what the driver under test may refuse is skipped")
+    name, _, place = (config.getoption("--driver") or "").partition("=")
+    if place:
+        register_driver(name, resolve_name(place))
 
 
 @cache

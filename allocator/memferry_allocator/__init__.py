@@ -32,6 +32,7 @@ from .driver import (
     Stream,
     open_device,
     open_driver,
+    register_driver,
 )
 from .errors import (
     AllocatorError,
@@ -152,6 +153,7 @@ __all__ = [
     "open_driver",
     "parse_size",
     "read_log",
+    "register_driver",
     "registrations",
     "replay",
 ]

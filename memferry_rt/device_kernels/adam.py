@@ -10,7 +10,7 @@ from memferry_allocator import Driver, Span, Stream
 from ..errors import DeviceKernelError
 from ..native import AdamCoefficients, AdamKernel, AdamOperands, AdamSettings, adam_coefficients, load_adam
 from ..native.module import ITEMSIZE
-from .emulated import on_the_host
+from .emulated import on_the_host, require_emulated
 from .layout import GROUP, aligned_groups, coefficients_structure, operands_structure
 
 MAPPED_BLOCKS = 32  # enough to keep the link to host memory busy; the other multiprocessors stay free
@@ -139,6 +139,7 @@ def open_device_adam(driver: Driver, device: int, *, kernel: AdamKernel | None =
     """
     if driver.name == "cuda":
         return CudaAdam(driver, device)
+    require_emulated(driver)
     kernel = kernel or load_adam()
     if kernel is None:
         raise DeviceKernelError(

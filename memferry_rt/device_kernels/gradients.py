@@ -13,7 +13,7 @@ from ..errors import DeviceKernelError
 from ..native import GradientKernels, load_gradient_kernels
 from ..native.gradients import NORM_BLOCK
 from ..native.module import DTYPES, ITEMSIZE
-from .emulated import on_the_host
+from .emulated import on_the_host, require_emulated
 from .layout import GROUP, aligned_groups
 
 FP64 = 8
@@ -191,6 +191,7 @@ def open_device_gradients(driver: Driver, device: int) -> DeviceGradients:
     """
     if driver.name == "cuda":
         return CudaGradients(driver, device)
+    require_emulated(driver)
     kernels = load_gradient_kernels()
     if kernels is None:
         raise DeviceKernelError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from memferry_allocator import Driver, Span, Stream
 
-from .emulated import on_the_host
+from .emulated import on_the_host, require_emulated
 
 UNIT = 16  # bytes that a thread moves at a time
 ROW_BLOCKS = 4  # of `scatter_rows`, whose loads depend on others
@@ -257,6 +257,9 @@ def open_device_moves(driver: Driver, device: int) -> DeviceMoves:
     Raises
     ------
     DeviceKernelError
-        They cannot be compiled on this machine; copy engines, or the framework, keep the work.
+        There are none on this machine; copy engines, or the framework, keep the work.
     """
-    return CudaMoves(driver, device) if driver.name == "cuda" else EmulatedMoves(driver)
+    if driver.name == "cuda":
+        return CudaMoves(driver, device)
+    require_emulated(driver)
+    return EmulatedMoves(driver)

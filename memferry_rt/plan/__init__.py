@@ -3,13 +3,16 @@
 Nothing here needs a framework or a device.
 """
 
+from .adapters import with_adapters
 from .explain import Bound, NextBest, find_bounds, next_best, one_more, usage
 from .largest import Largest, largest_model
-from .machine import H200, Machine, machine_from_profile, machine_from_topology
+from .linked import machine_from_topology
+from .machine import H200, Machine, machine_from_profile
 from .model import LayerSpec, Workload, make_layer
 from .modes import GradientMode, LayerModes, StateMode, WeightMode, format_modes, parse_modes
 from .options import PlanOptions
-from .plan import LayerPlan, Plan, compare_plans, load_plan, save_plan
+from .plan import LayerPlan, Plan
+from .plan_file import compare_plans, load_plan, save_plan
 from .planner import Planned, make_plan
 from .profile import (
     Copy,
@@ -72,5 +75,6 @@ __all__ = [
     "save_profile",
     "transformer",
     "usage",
+    "with_adapters",
     "workload_from_profile",
 ]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from .choice import NEEDS_SLAB, Choice, host_nbytes, slab_nbytes, state_nbytes
 from .evaluate import Evaluator, Outcome, Run
-from .iteration import Setting
 from .model import LayerSpec
 from .modes import StateMode, WeightMode
 from .options import PlanOptions
 from .plan import LayerPlan, Plan
+from .setting import Setting
 
 
 def build_plan(
@@ -33,6 +33,7 @@ def build_plan(
         dtype=workload.dtype,
         micro_batch=workload.micro_batch,
         sequence=workload.sequence,
+        ranks=setting.machine.ranks,
         numerics=options.numerics,
         device_memory=options.device_memory,
         host_memory=options.host_memory or 0,
@@ -61,7 +62,8 @@ def _layer(setting: Setting, choice: Choice, run: Run, number: int) -> LayerPlan
     backward = cost.backward[mode, each.gradient].alone(machine)
     if each.recompute:
         backward += cost.recompute[mode].alone(machine)
-    copied = mode in NEEDS_SLAB or (mode is WeightMode.RESIDENT and each.state is StateMode.CPU)
+    replaced = machine.ranks > 1 or each.state is StateMode.CPU
+    copied = mode in NEEDS_SLAB or (mode is WeightMode.RESIDENT and replaced)
     update = run.iteration.update.get(number)
     return LayerPlan(
         spec.name,

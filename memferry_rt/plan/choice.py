@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memferry_allocator.sizes import align_up
 
@@ -143,7 +143,7 @@ def torch_live_nbytes(workload: Workload, choice: Choice) -> int:
     for layer, each in zip(workload.layers, choice.layers, strict=True):
         kept += layer.kept_nbytes(each.recompute)
         peak = max(peak, kept + layer.backward_nbytes(each.recompute))
-    return max(peak, kept + workload.working_nbytes)
+    return max(peak, kept + workload.working_nbytes) + workload.exchange_nbytes
 
 
 def torch_nbytes(workload: Workload, choice: Choice) -> int:
@@ -151,7 +151,7 @@ def torch_nbytes(workload: Workload, choice: Choice) -> int:
     reserved = FRAGMENTATION * torch_live_nbytes(workload, choice) + WORKSPACES
     if workload.measured_nbytes is not None:
         usual = Choice(tuple(LayerChoice(recompute=bool(layer.recompute)) for layer in workload.layers))
-        counted = FRAGMENTATION * torch_live_nbytes(workload, usual) + WORKSPACES
+        counted = FRAGMENTATION * torch_live_nbytes(replace(workload, exchange_nbytes=0), usual) + WORKSPACES
         reserved = max(WORKSPACES, workload.measured_nbytes + reserved - counted)
     return int(SLACK * reserved)
 

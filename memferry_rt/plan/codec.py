@@ -23,8 +23,14 @@ def encode(schema: str, version: int, value: Any) -> str:
     return json.dumps({"schema": schema, "version": version, **_plain(value)}, indent=1, allow_nan=False)
 
 
-def decode(schema: str, version: int, kind: type[T], text: str) -> T:
+def decode(schema: str, version: int, kind: type[T], text: str, *, since: Mapping[str, int] | None = None) -> T:
     """A dataclass from JSON text.
+
+    Parameters
+    ----------
+    since : mapping of str to int, optional
+        Fields that earlier versions had not, with the version that they came with: files of those versions are
+        read as well, and lack these fields.
 
     Raises
     ------
@@ -40,8 +46,13 @@ def decode(schema: str, version: int, kind: type[T], text: str) -> T:
         raise PlanError(f"{_short(document)} is not an object of the schema {schema}")
     if document.get("schema") != schema:
         raise PlanError(f"schema: {_short(document.get('schema'))} is not {schema!r}")
-    if document.get("version") != version:
-        raise PlanError(f"version: {_short(document.get('version'))} is not {version}, which this release reads")
+    found, oldest = document.get("version"), min((since or {}).values(), default=version + 1) - 1
+    if isinstance(found, bool) or not isinstance(found, int) or not oldest <= found <= version:
+        known = f"{version}" if oldest == version else f"{oldest} to {version}"
+        raise PlanError(f"version: {_short(found)} is not {known}, which this release reads")
+    for name, came in (since or {}).items():
+        if found < came and name in document:
+            raise PlanError(f"{name}: it is no field of version {found}")
     entries = {name: value for name, value in document.items() if name not in ("schema", "version")}
     result: T = _object(kind, entries, "")
     return result

@@ -155,7 +155,7 @@ class _Pricing:
 
     def _may_write_home(self) -> bool:
         """Each element once, in whole lines, and nothing is added to: so not what several layers add to."""
-        if not self._layer.parameters or self._shared:
+        if not self._layer.gradient_nbytes or self._shared:
             return False
         timing = self._find(Phase.BACKWARD, WeightPlace.DEVICE, GradientPlace.HOST)
         return not self._exact or timing is None or timing.exact is not False
@@ -205,7 +205,8 @@ class _Pricing:
             self._measured += 1
             return timing.seconds
         self._guessed += 1
-        layer, machine, times = self._layer, self._machine, 2 if phase is Phase.BACKWARD else 1
+        layer, machine = self._layer, self._machine
+        times = 2 if phase is Phase.BACKWARD and not layer.frozen else 1
         computing = times * layer.flops / (machine.matmul / (8 if self._fp32 else 1))
         moving = (times * layer.traffic_nbytes + self._weight_traffic(phase)) / machine.device_memory
         return max(computing + moving, times * layer.kernels * machine.launch)

@@ -9,11 +9,11 @@ from ..errors import BudgetError
 from .choice import Choice
 from .cost import LayerCost, Work
 from .evaluate import Evaluator, Run
-from .iteration import Setting
 from .machine import Machine
 from .modes import StateMode, WeightMode
 from .planner import Planned, make_plan
 from .rates import Flow
+from .setting import Setting
 
 FASTER = 1.1  # what is asked of each bound: how much shorter would an iteration be
 
@@ -143,7 +143,8 @@ def _faster(setting: Setting) -> dict[str, Setting]:
         return replace(setting, machine=replace(setting.machine, **rates))  # type: ignore[arg-type]
 
     now: Machine = setting.machine
-    return {
+    peers = {"peers": machine(peers=now.peers * FASTER)} if now.ranks > 1 else {}
+    return peers | {
         "compute": replace(setting, costs=tuple(map(_quicker, setting.costs))),
         "H2D": machine(to_device=now.to_device * FASTER, host_reads=now.host_reads * FASTER),
         "D2H": machine(from_device=now.from_device * FASTER, host_writes=now.host_writes * FASTER),

@@ -11,35 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .choice import Choice, Shares, slab_nbytes
-from .cost import LayerCost, Work, cpu_update_nbytes, update_nbytes
-from .machine import Machine
-from .model import Workload
+from .copies import add_copy
+from .cost import Work
+from .exchange import Exchange
 from .modes import GradientMode, StateMode, WeightMode
 from .rates import Flow
 from .schedule import FREE, Schedule
+from .setting import Setting
 from .simulate import Graph
-
-SETTLE = 2e-4  # seconds from the end of backward until the norm is known and updates begin
-CALL = 2e-5  # of one layer's update by the CPU, to begin it
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Everything but the choice that decides how long an iteration takes.
-
-    Attributes
-    ----------
-    early : bool
-        Whether updates made during backward, into spare slabs, are used: clipping does not bite.
-    overlap : bool
-        Whether a forward begins as soon as its first layers are updated; else when all are.
-    """
-
-    workload: Workload
-    costs: tuple[LayerCost, ...]
-    machine: Machine
-    early: bool = False
-    overlap: bool = True
+from .updating import Updating
 
 
 @dataclass
@@ -89,24 +69,28 @@ class _Builder:
         self._choices = choice.layers
         self._shares = shares
         self._part = 1 / setting.machine.ranks
+        self._shared = setting.machine.ranks > 1
         self._graph = Graph()
-        self._schedule = Schedule(setting.workload, setting.costs, choice, shares.slabs)
+        self._exchange = Exchange(self._graph, setting.machine)
+        self._schedule = Schedule(setting.workload, setting.costs, choice, shares.slabs, shared=self._shared)
         self._kernels: dict[tuple[int, int], int] = {}  # by pass and layer
         self._home: dict[
             int, int
         ] = {}  # of each layer, the task that brings its gradient where the update reads it
-        self._update: dict[int, int] = {}
         self._loads: dict[tuple[int, int], int] = {}  # by pass and the layer that owns the weights
-        self._streaming = False  # whether state has begun to stream in this update
-        self._settled: int | None = None  # the task after which updates may begin
-        self._in_ring = 0
-        self._leaving: deque[tuple[int, int]] = deque()  # gradients in the ring: the task that ends it, and bytes
+        self._updating = Updating(self._graph, setting, choice.layers, shares, self._schedule, self._home)
+        self._update = self._updating.tasks
+        self._in_ring = 0.0
+        self._leaving: deque[tuple[int, float]] = (
+            deque()
+        )  # gradients in the ring: the task that ends it, and bytes
+        self._sent: int | None = None  # the layer whose pieces are on their way between ranks
         self._spares = [0, choice.spares, 0, choice.spares]  # by pass
 
     def build(self) -> Iteration:
         """All tasks, in the order in which each queue gets them."""
         self._backwards(1)
-        self._updates()
+        self._updating.rest(self._kernels[1, 0])
         for layer in range(len(self._layers)):
             self._forward(layer)
         self._backwards(3)
@@ -140,7 +124,42 @@ class _Builder:
 
     def _backwards(self, number: int) -> None:
         for layer in range(len(self._layers) - 1, -1, -1):
-            self._backward(number, layer)
+            if self._shared:
+                self._backward_of_rank(number, layer)
+            else:
+                self._backward(number, layer)
+        self._land()
+
+    def _backward_of_rank(self, number: int, layer: int) -> None:
+        """As `_backward`, but what goes home is the mean's own piece, behind the next layer's backward."""
+        spec, choice, costs = self._layers[layer], self._choices[layer], self._setting.costs[layer]
+        work = [costs.backward[self._mode(layer), GradientMode.BUFFER], Work(self._exchange.pack_seconds(spec))]
+        if choice.recompute:
+            work.append(costs.recompute[self._mode(layer)])
+        needs, made = spec.backward_nbytes(choice.recompute), spec.gradient_nbytes
+        ends = spec.kept_nbytes(choice.recompute) + needs
+        if layer == len(self._layers) - 1:
+            ends += self._setting.workload.working_nbytes
+        kernel = self._kernel(number, layer, "B", work, [self._come(number, layer)], needs + made, ends)
+        if not made:
+            return
+        self._land()
+        self._exchange.send(spec, choice.gradient, kernel)
+        self._sent = layer
+
+    def _land(self) -> None:
+        """The own piece of the layer that was sent last goes home."""
+        if self._sent is None:
+            return
+        layer, self._sent = self._sent, None
+        nbytes = self._layers[layer].gradient_nbytes * self._part
+        if self._choices[layer].gradient is GradientMode.INPLACE:
+            self._home[layer] = self._exchange.land([])
+            return
+        task = self._exchange.land(self._make_way(nbytes))
+        label = f"G {self._layers[layer].name}"
+        task = add_copy(self._graph, self._machine, "out", label, nbytes, after=[task])
+        self._home[layer] = self._is_leaving(task, nbytes)
 
     def _backward(self, number: int, layer: int) -> None:
         spec, choice, costs = self._layers[layer], self._choices[layer], self._setting.costs[layer]
@@ -163,7 +182,7 @@ class _Builder:
             self._home[layer] = self._leave(layer, leaves, begun, kernel)
         if self._spares[number] and choice.state is StateMode.CPU and spec.state_nbytes:
             self._spares[number] -= 1
-            self._update_on_cpu(layer, early=True)
+            self._updating.early(layer)
 
     def _kernel(
         self,
@@ -198,25 +217,26 @@ class _Builder:
         earlier = self._loads.get((number, owner))
         first = number == 2 and earlier is None
         update = self._update.get(owner) if number == 2 else None
+        replaced = first and update is not None and (self._shared or choice.state is StateMode.CPU)
         if choice.weight is WeightMode.RESIDENT:
-            if not first or choice.state is not StateMode.CPU or update is None:
-                return earlier
-            return self._loading(number, owner, spec.weight_nbytes, [update], 0)
+            return self._loading(number, owner, spec.weight_nbytes, [update], 0) if replaced else earlier
         room = self._schedule.load_before(number, layer)
         if room is None:
             return earlier
-        nbytes = spec.weight_nbytes if first and choice.state is StateMode.CPU else slab_nbytes(spec, choice)
+        nbytes = spec.weight_nbytes if replaced else slab_nbytes(spec, choice)
         after = [update, None if room is FREE else self._kernels.get(room)]
         return self._loading(number, owner, nbytes, after, slab_nbytes(spec, choice))
 
     def _loading(self, number: int, owner: int, nbytes: int, after: Sequence[int | None], takes: int) -> int:
-        flows = [(Flow.COPY_IN, nbytes * self._part), (Flow.PEER, nbytes * (1 - self._part))]
-        label = f"L {self._layers[owner].name}"
-        task = self._graph.add("in", label, flows, after=after, latency=self._machine.copy_latency, takes=takes)
+        part = self._part if self._setting.gathered else 1.0
+        label, gathered = f"L {self._layers[owner].name}", nbytes * (1 - part)
+        task = add_copy(
+            self._graph, self._machine, "in", label, nbytes * part, after=after, takes=takes, gathered=gathered
+        )
         self._loads[number, owner] = task
         return task
 
-    def _make_way(self, nbytes: int) -> list[int]:
+    def _make_way(self, nbytes: float) -> list[int]:
         """What must have left the ring before a layer's gradients may follow: they go in turn."""
         waits: list[int] = []
         while nbytes and self._in_ring > self._shares.ring:
@@ -227,57 +247,14 @@ class _Builder:
 
     def _leave(self, layer: int, nbytes: int, begun: int | None, kernel: int) -> int:
         """A layer's gradients go home, one parameter's while the next one's is made, the last at the end."""
-        spec, peers = self._layers[layer], nbytes * (1 - self._part)
+        spec = self._layers[layer]
         tail = min(spec.largest_nbytes, self._shares.ring // 2, nbytes)
-        parts = [(nbytes - tail, begun, 0.0), (tail, kernel, peers)]
-        for size, after, gathered in parts:
+        for size, after in ((nbytes - tail, begun), (tail, kernel)):
             if size:
-                flows = [(Flow.COPY_OUT, size * self._part), (Flow.PEER, gathered)]
-                task = self._graph.add(
-                    "out", f"G {spec.name}", flows, after=[after], latency=self._machine.copy_latency
-                )
+                task = add_copy(self._graph, self._machine, "out", f"G {spec.name}", size, after=[after])
+        return self._is_leaving(task, nbytes)
+
+    def _is_leaving(self, task: int, nbytes: float) -> int:
         self._leaving.append((task, nbytes))
         self._in_ring += nbytes
         return task
-
-    # -- updates ------------------------------------------------------------------------------------------
-    def _updates(self) -> None:
-        """Of all layers that were not updated early, in forward order."""
-        self._settled = self._graph.add("host", "norm", [(Flow.TIME, SETTLE)], after=[self._kernels[1, 0]])
-        for layer, choice in enumerate(self._choices):
-            if not self._layers[layer].state_nbytes or layer in self._update:
-                continue
-            if choice.state is StateMode.CPU:
-                self._update_on_cpu(layer)
-            elif choice.state is StateMode.STREAMED:
-                self._update_streamed(layer)
-            else:
-                self._update_resident(layer)
-
-    def _update_on_cpu(self, layer: int, *, early: bool = False) -> None:
-        spec = self._layers[layer]
-        nbytes = cpu_update_nbytes(spec) + (2 * spec.weight_nbytes if early else 0)  # copied home by `step`
-        after = [self._home[layer]] if early else [self._home[layer], self._settled]
-        task = self._graph.add(
-            "cpu", f"U {spec.name}", [(Flow.CPU, nbytes * self._part)], after=after, latency=CALL
-        )
-        self._update.setdefault(layer, task)
-
-    def _update_streamed(self, layer: int) -> None:
-        spec = self._layers[layer]
-        there = self._choices[layer].weight is WeightMode.RESIDENT or self._schedule.stays(layer)
-        into, out = update_nbytes(spec, weights=not there)
-        latency = 2 * self._machine.copy_latency
-        if not self._streaming:
-            self._streaming = True
-            latency += self._shares.stream / 3 / self._machine.to_device  # the ring fills
-        flows = [(Flow.COPY_IN, into * self._part), (Flow.COPY_OUT, out * self._part)]
-        after = [self._home[layer], self._settled]
-        self._update[layer] = self._graph.add("state", f"U {spec.name}", flows, after=after, latency=latency)
-
-    def _update_resident(self, layer: int) -> None:
-        spec = self._layers[layer]
-        seconds = cpu_update_nbytes(spec) * self._part / self._machine.device_memory
-        self._update[layer] = self._graph.add(
-            "compute", f"U {spec.name}", [(Flow.TIME, seconds)], after=[self._home[layer], self._settled]
-        )

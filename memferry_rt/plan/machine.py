@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from memferry_allocator import Direction
-from memferry_transport.topology import Topology, candidates
-from memferry_transport.topology.rates import host_duplex, host_latency
-from memferry_transport.topology.ways import together
+from memferry_transport.cost import LinearCost
 
 from ..errors import PlanError
 from .profile import CopySample, Profile
@@ -22,6 +19,9 @@ ASSUMED = "assumed"
 @dataclass(frozen=True)
 class Machine:
     """One device and its host.  Rates are bytes per second if they do not say otherwise.
+
+    Where several devices train it is the one of them that has least, and all are taken to do the same at the same
+    time: what they share of the host, `host_memory` and `cpu_update`, is divided evenly.
 
     Attributes
     ----------
@@ -49,9 +49,15 @@ class Machine:
     launch : float
         Seconds between two kernels that the framework launches.
     peers : float
-        Between devices, for what each of several ranks gathers.
+        Between devices: what each of several ranks receives from the others while it sends as much.
+    peers_over_host : bool
+        Whether devices have no links of their own to each other, and exchange through host memory.
+    peer_latency : float
+        Seconds before the first byte of an exchange between ranks.
     ranks : int
-        Devices that train together on this host, each with a link of its own; host memory is shared.
+        Devices that train together on this host, each with a link of its own.
+    relays_to_device, relays_from_device : tuple of LinearCost
+        What each idle device costs that relays copies for this one, beside all others that carry.
     sources : mapping
         Where the numbers are from, by their names.
 
@@ -76,7 +82,11 @@ class Machine:
     device_memory: float
     launch: float
     peers: float = 0.0
+    peers_over_host: bool = False
+    peer_latency: float = 3e-5
     ranks: int = 1
+    relays_to_device: tuple[LinearCost, ...] = ()
+    relays_from_device: tuple[LinearCost, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,6 +103,20 @@ class Machine:
     def load_seconds(self, nbytes: float) -> float:
         """A copy to the device, alone."""
         return self.copy_latency + nbytes / self.to_device if nbytes else 0.0
+
+    @property
+    def relayed(self) -> str:
+        """What idle devices copy for this one, in words; empty where there are none."""
+        ways = (("loads", self.relays_to_device), ("gradients", self.relays_from_device))
+        return " and ".join(what for what, relays in ways if relays)
+
+    def with_relays(self, into: int, out: int) -> Machine:
+        """With no more than so many of the devices that relay, in each direction."""
+        return replace(
+            self,
+            relays_to_device=self.relays_to_device[:into],
+            relays_from_device=self.relays_from_device[:out],
+        )
 
     def changed(self, source: str, **numbers: float) -> Machine:
         """With other numbers, from another source."""
@@ -127,7 +151,7 @@ H200 = Machine(
     matmul=770e12,
     device_memory=3.5e12,
     launch=5e-6,
-    peers=391e9,
+    peers=196e9,
     sources={
         "to_device": LINKS,
         "from_device": LINKS,
@@ -142,55 +166,10 @@ H200 = Machine(
         "matmul": "x @ W.T of 16384 x 4096 x 11008 in bf16 on an H200",
         "device_memory": "fitted with the work of a block to llama-1b in device memory on an H200",
         "launch": ASSUMED,
-        "peers": "copies between two H200 over 18 NVLinks, measured",
+        "peers": "copies between two H200 over 18 NVLinks, both ways at once, measured",
+        "peer_latency": ASSUMED,
     },
 )
-
-
-def machine_from_topology(
-    topology: Topology, device: int = 0, *, helpers: bool = False, ranks: int = 1, like: Machine = H200
-) -> Machine:
-    """A machine whose links are a topology's; what a topology does not say is taken from another one.
-
-    Parameters
-    ----------
-    topology : Topology
-    device : int
-    helpers : bool
-        Whether devices without work of their own relay copies to this one.
-    ranks : int
-        Devices that train together; then there are no helpers.
-    like : Machine
-
-    Raises
-    ------
-    PlanError
-        There is no such device, or there are not so many, or those that train shall relay.
-    """
-    if not 0 <= device < len(topology.devices) or ranks > len(topology.devices):
-        raise PlanError(
-            f"topology: device {device} of {ranks} ranks is asked for; {topology.name or 'the machine'} has "
-            f"{len(topology.devices)}"
-        )
-    if helpers and ranks > 1:
-        raise PlanError("topology: devices that train have no time to relay; ask for helpers or for several ranks")
-    rates = {}
-    for name, direction in (("to_device", Direction.HOST_TO_DEVICE), ("from_device", Direction.DEVICE_TO_HOST)):
-        ways = candidates(topology, device, direction)
-        costs = together(topology, ways if helpers else ways[:1], direction)
-        rates[name] = sum(cost.bytes_per_second for _, cost in costs)
-    link = topology.host_link(device)
-    latency, both_ways = host_latency(link), host_duplex(link)
-    source = f"topology {topology.name or topology.machine}"
-    numbers = {
-        **rates,
-        "copy_latency": latency,
-        "both_ways": both_ways,
-        "host_reads": like.host_reads * min(1.0, rates["to_device"] / like.to_device),
-        "host_writes": like.host_writes * min(1.0, rates["from_device"] / like.from_device),
-    }
-    found = like.changed(source, **numbers)
-    return replace(found, name=topology.devices[device].name, ranks=ranks)
 
 
 def machine_from_profile(profile: Profile, like: Machine = H200) -> Machine:

@@ -46,6 +46,8 @@ class LayerSpec:
         Whether backward repeats its forward; None where the model allows both and the planner may choose.
     borrows : str or None
         The layer whose weights it uses, where it has none of its own (a head tied to the embedding).
+    frozen : bool
+        Whether (nearly) all of its weights get no gradient: backward computes those of activations alone.
     """
 
     name: str
@@ -64,6 +66,7 @@ class LayerSpec:
     replay_nbytes: int = 0
     recompute: bool | None = False
     borrows: str | None = None
+    frozen: bool = False
 
     def kept_nbytes(self, recompute: bool) -> int:
         """Kept on the device from forward to backward."""
@@ -91,6 +94,8 @@ class Workload:
         keep for backward.
     measured_nbytes : int or None
         The most that torch reserved in a step with layers recomputing as by default; None goes by count.
+    exchange_nbytes : int
+        What torch needs during backward for gradients on their way between ranks.
 
     Raises
     ------
@@ -105,6 +110,7 @@ class Workload:
     sequence: int
     working_nbytes: int
     measured_nbytes: int | None = None
+    exchange_nbytes: int = 0
 
     def __post_init__(self) -> None:
         if not any(layer.parameters for layer in self.layers):

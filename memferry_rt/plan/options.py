@@ -43,6 +43,9 @@ class PlanOptions:
         Whether the first partitions of streamed weights may stay on the device.
     overlap : bool
         Whether the next forward begins beside the update (``async_step``).
+    loads : {"whole", "gathered"}
+        How several ranks load a layer: each all of it over its own link, as the runtime does; or each its part,
+        gathering the others' from the ranks that have them.
     evaluations : int
         Simulated choices, at the most.
 
@@ -66,11 +69,14 @@ class PlanOptions:
     host_kinds: frozenset[LayerKind] = frozenset(LayerKind)
     partial: bool = False
     overlap: bool = True
+    loads: str = "whole"
     evaluations: int = 120
 
     def __post_init__(self) -> None:
         if self.numerics not in ("exact", "relaxed"):
             raise PlanError(f"numerics: {self.numerics!r} is neither 'exact' nor 'relaxed'")
+        if self.loads not in ("whole", "gathered"):
+            raise PlanError(f"loads: {self.loads!r} is neither 'whole' nor 'gathered'")
         if self.reserve is not None and not 0 <= self.reserve <= 1:
             raise PlanError(f"reserve: {self.reserve} is not a share from 0 to 1")
         if self.gradient_memory is not None and (self.reserve is not None or self.gradient_memory < 0):

@@ -1,4 +1,4 @@
-"""A plan as data: ``{"schema": "memferry.plan", "version": 1, ...}``."""
+"""A plan: what every layer does, how both memories are shared, and the iteration that is predicted."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from pathlib import Path
 
 from memferry_allocator import format_size
 
 from ..errors import PlanError
 from .choice import Choice, LayerChoice
-from .codec import decode, encode, read_text
 from .cost import Source
 from .model import Workload, fingerprint_of
 from .modes import GradientMode, LayerModes, StateMode, WeightMode
 from .profile import LayerKind
 
-SCHEMA, VERSION = "memferry.plan", 1
+SCHEMA, VERSION = "memferry.plan", 2
+
+NEW = {"ranks": 2}  # fields that the first version had not
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,8 @@ class Plan:
         Predicted seconds of other plans, by what they are.
     notes : tuple of str
         What the planner found that its user should know.
+    ranks : int
+        That train together; every one follows the same plan.  Since version 2.
     """
 
     model: str
@@ -120,8 +122,11 @@ class Plan:
     device_peak_nbytes: int
     arms: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    ranks: int = 1
 
     def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise PlanError(f"ranks: {self.ranks} is not 1 or more")
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, (int, float)) and value < 0:
@@ -198,6 +203,19 @@ class Plan:
         if device is not None and device != self.device:
             raise PlanError(f"the plan is for {self.device}, and this is {device}; make a plan for it")
 
+    def check_ranks(self, ranks: int) -> None:
+        """Refuse it for another number of ranks: what each loads and updates would be something else.
+
+        Raises
+        ------
+        PlanError
+        """
+        if ranks != self.ranks:
+            raise PlanError(
+                f"the plan is for {_ranks(self.ranks)}, and here {_ranks(ranks)} trains; make one with "
+                f"--ranks {ranks}"
+            )
+
     def check_model(self, dtype: str, sizes: Mapping[str, Sequence[int]], name: str = "another model") -> None:
         """Refuse it for a model whose layers have parameters of other sizes, in elements, or another dtype.
 
@@ -228,62 +246,5 @@ class Plan:
         return "other shapes of parameters"
 
 
-def dumps_plan(plan: Plan) -> str:
-    """As JSON text."""
-    return encode(SCHEMA, VERSION, plan)
-
-
-def loads_plan(text: str) -> Plan:
-    """From JSON text; errors as for `load_plan`."""
-    return decode(SCHEMA, VERSION, Plan, text)
-
-
-def save_plan(plan: Plan, file: Path | str) -> None:
-    """Write a plan's file."""
-    Path(file).write_text(dumps_plan(plan) + "\n", encoding="utf-8")
-
-
-def load_plan(file: Path | str) -> Plan:
-    """A plan from its file.
-
-    Raises
-    ------
-    PlanError
-        The file cannot be read, is no plan, or contradicts itself; the error names the file and the field.
-    """
-    try:
-        return loads_plan(read_text(file))
-    except PlanError as error:
-        raise PlanError(f"plan {file}: {error}") from None
-
-
-def compare_plans(first: Plan, second: Plan) -> list[str]:
-    """What is different, in words; nothing if the two decide the same for the same model.
-
-    Predicted times and notes do not count.
-    """
-    found = [
-        f"{name}: {getattr(first, name)} and {getattr(second, name)}"
-        for name in (
-            "fingerprint",
-            "device",
-            "micro_batch",
-            "sequence",
-            "device_memory",
-            "host_memory",
-            "spare_slabs",
-        )
-        if getattr(first, name) != getattr(second, name)
-    ]
-    others = {layer.name: layer for layer in second.layers}
-    for layer in first.layers:
-        other = others.pop(layer.name, None)
-        if other is None:
-            found.append(f"{layer.name} is in the first alone")
-        elif (layer.modes, layer.recompute) != (other.modes, other.recompute):
-            found.append(f"{layer.name}: {_words(layer)} and {_words(other)}")
-    return [*found, *(f"{name} is in the second alone" for name in others)]
-
-
-def _words(layer: LayerPlan) -> str:
-    return f"{layer.modes}{'+recompute' if layer.recompute else ''}"
+def _ranks(count: int) -> str:
+    return "one rank" if count == 1 else f"a group of {count} ranks"

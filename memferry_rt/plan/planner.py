@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memferry_allocator import format_size
 
@@ -18,7 +18,7 @@ from .choice import (
 from .compose import Composer
 from .cost import LayerCost, costs
 from .evaluate import Evaluator, Outcome, Run
-from .iteration import Setting
+from .exchange import for_ranks, with_exchange
 from .machine import H200, Machine
 from .model import Workload
 from .modes import GradientMode, LayerModes, StateMode, WeightMode, parse_modes
@@ -27,6 +27,7 @@ from .plan import Plan
 from .profile import Profile
 from .profiled import with_measured_memory
 from .search import Search
+from .setting import Setting
 
 DEFAULT_ARM = "what the runtime does without a plan"
 
@@ -69,8 +70,29 @@ def make_plan(
         Modes by hand name a layer that there is not, or a mode that a layer cannot have; or the profile is of
         another model.
     """
+    planned = _search(workload, options, machine, profile)
+    if not (machine.relays_to_device or machine.relays_from_device):
+        return planned
+    alone = _search(workload, options, machine.with_relays(0, 0), profile)
+    choices = dict.fromkeys((planned.outcome.choice, alone.outcome.choice))
+    adaptive = Evaluator(planned.setting, options.device_memory)
+    outcomes = [outcome for choice in choices if (outcome := adaptive(choice)) is not None]
+    best = min(outcomes, key=lambda outcome: outcome.seconds)
+    arms = {**planned.plan.arms, "without devices that relay": alone.plan.seconds}
+    relayed = adaptive.machine_of(best.choice).relayed
+    note = (
+        f"predicted with idle devices that relay {relayed}" if relayed else "idle devices that relay gain nothing"
+    )
+    notes = (*planned.plan.notes, note)
+    plan = build_plan(planned.setting, planned.options, adaptive, best, arms=arms, notes=notes)
+    return replace(planned, plan=plan, evaluator=adaptive, outcome=best)
+
+
+def _search(workload: Workload, options: PlanOptions, machine: Machine, profile: Profile | None) -> Planned:
+    """The best plan, with all idle devices relaying that there are."""
+    options = for_ranks(options, machine)
     setting, composer = _set_up(workload, options, machine, profile)
-    evaluator = Evaluator(setting, options.device_memory)
+    evaluator = Evaluator(setting, options.device_memory, adaptive=False)
     search = Search(evaluator, composer, options)
     search.run()
     if search.best is None:
@@ -108,6 +130,7 @@ def plan_by_hand(
     PlanError
         As for `make_plan`.
     """
+    options = for_ranks(options, machine)
     setting, composer = _set_up(workload, options, machine, profile)
     choice = choice or composer.compose(composer.start())
     evaluator = Evaluator(setting, options.device_memory)
@@ -123,6 +146,7 @@ def plan_as_offload(
     workload: Workload, options: PlanOptions, machine: Machine = H200, profile: Profile | None = None
 ) -> Planned:
     """What the runtime does by itself without a plan, to compare plans and predictions with; errors as above."""
+    options = for_ranks(options, machine)
     setting, composer = _set_up(workload, options, machine, profile)
     search = Search(Evaluator(setting, options.device_memory), composer, options)
     return plan_by_hand(workload, options, machine, profile, composer.compose(search.as_offload()))
@@ -135,13 +159,20 @@ def _set_up(
     if profile is not None:
         profile.check(dtype=workload.dtype, tokens=workload.tokens, shapes=_shapes(workload))
         workload = with_measured_memory(workload, profile)
+    workload = with_exchange(workload, machine.ranks)
     exact = options.numerics == "exact"
     setting = Setting(
-        workload, costs(workload, machine, profile, exact=exact), machine, options.early, options.overlap
+        workload,
+        costs(workload, machine, profile, exact=exact),
+        machine,
+        options.early,
+        options.overlap,
+        options.loads == "gathered",
     )
     none = {layer.name: LayerModes() for layer in workload.layers}
     given = none | parse_modes(options.modes, [layer.name for layer in workload.layers if layer.parameters])
     _check_given(workload, setting.costs, given, exact)
+    _check_states(given, options)
     _check_host(workload, options)
     return setting, Composer(workload, setting.costs, options, given)
 
@@ -179,6 +210,16 @@ def _check_given(
         if modes.state is StateMode.RESIDENT and not resident:
             raise PlanError(
                 f"modes: {layer.name} has state:resident without weights that stay; write resident+state:resident"
+            )
+
+
+def _check_states(given: dict[str, LayerModes], options: PlanOptions) -> None:
+    for name, modes in given.items():
+        if modes.state is not None and modes.state not in options.state_modes:
+            able = ", ".join(sorted(mode.value for mode in options.state_modes))
+            raise PlanError(
+                f"modes: the state of {name} cannot be {modes.state.value} here, where it can be {able}; with "
+                "several ranks it stays in host memory, which all read"
             )
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from .choice import Choice
 from .compose import Composer
 from .evaluate import Run
-from .iteration import Setting
 from .modes import GradientMode, StateMode, WeightMode
+from .setting import Setting
 from .ways import Step, Way, best_ways, with_loads
 
 

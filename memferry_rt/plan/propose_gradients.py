@@ -5,8 +5,8 @@ from __future__ import annotations
 from .choice import Choice
 from .compose import Composer
 from .gradients import Gradient, Offload, device_limit, offload_gradients, offload_in_time
-from .iteration import Setting
 from .modes import GradientMode, StateMode
+from .setting import Setting
 
 POINTS = 8  # of the fronts in the version with time
 

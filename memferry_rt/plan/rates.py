@@ -7,6 +7,7 @@ proportion is what was measured: CPU and copies beside each other on one memory 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -24,11 +25,13 @@ class Flow(IntEnum):
     READ = 3  # bytes of host memory that kernels read
     WRITE = 4  # and write
     CPU = 5  # bytes of host memory that the CPU's update moves
-    PEER = 6  # bytes from other devices
+    PEER = 6  # bytes from other ranks, while as many go to them
+    RELAY_IN = 7  # bytes of copies to the device that idle devices relay
+    RELAY_OUT = 8  # and from it
 
 
 FLOWS = len(Flow)
-_HOST = (Flow.COPY_IN, Flow.COPY_OUT, Flow.READ, Flow.WRITE, Flow.CPU)
+_HOST = (Flow.COPY_IN, Flow.COPY_OUT, Flow.READ, Flow.WRITE, Flow.CPU, Flow.RELAY_IN, Flow.RELAY_OUT)
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,32 @@ class Resource:
     name: str
     capacity: float
     use: dict[Flow, float]
+
+
+def _resources(machine: Machine, relays_in: float, relays_out: float) -> Iterator[Resource]:
+    """Of several ranks, what one of them has: its own, and its share of what all use."""
+    into, out = machine.to_device, machine.from_device
+    over_host = {Flow.PEER: 1.0} if machine.peers_over_host else {}
+    yield Resource("H2D", into, {Flow.COPY_IN: 1.0, Flow.READ: 1.0} | over_host)
+    yield Resource("D2H", out, {Flow.COPY_OUT: 1.0, Flow.WRITE: 1.0} | over_host)
+    yield Resource(
+        "link",
+        2 * machine.both_ways,
+        {Flow.COPY_IN: 1 / into, Flow.READ: 1 / into, Flow.COPY_OUT: 1 / out, Flow.WRITE: 1 / out}
+        | {flow: use / into + use / out for flow, use in over_host.items()},
+    )
+    yield Resource("CPU", machine.cpu_update / machine.ranks, {Flow.CPU: 1.0})
+    staged = dict.fromkeys(over_host, 2.0)  # written there, and read
+    yield Resource("DRAM", machine.host_memory / machine.ranks, dict.fromkeys(_HOST, 1.0) | staged)
+    yield Resource("peers", machine.peers or 1.0, {Flow.PEER: 1.0})
+    if machine.relays_to_device or machine.relays_from_device:
+        yield Resource("relays in", relays_in, {Flow.RELAY_IN: 1.0})
+        yield Resource("relays out", relays_out, {Flow.RELAY_OUT: 1.0})
+        both = {Flow.RELAY_IN: 1 / relays_in, Flow.RELAY_OUT: 1 / relays_out}
+        yield Resource("relays", 2 * machine.both_ways, both)
+        if machine.ranks > 1:
+            yield Resource("peers in", machine.peers, {Flow.PEER: 1.0, Flow.RELAY_IN: 1.0})
+            yield Resource("peers out", machine.peers, {Flow.PEER: 1.0, Flow.RELAY_OUT: 1.0})
 
 
 class Rates:
@@ -52,19 +81,11 @@ class Rates:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._known: dict[Counts, tuple[float, ...]] = {}
-        into, out = machine.to_device, machine.from_device
-        self.resources = (
-            Resource("H2D", into, {Flow.COPY_IN: 1.0, Flow.READ: 1.0}),
-            Resource("D2H", out, {Flow.COPY_OUT: 1.0, Flow.WRITE: 1.0}),
-            Resource(
-                "link",
-                2 * machine.both_ways,
-                {Flow.COPY_IN: 1 / into, Flow.READ: 1 / into, Flow.COPY_OUT: 1 / out, Flow.WRITE: 1 / out},
-            ),
-            Resource("CPU", machine.cpu_update / machine.ranks, {Flow.CPU: 1.0}),
-            Resource("DRAM", machine.host_memory / machine.ranks, dict.fromkeys(_HOST, 1.0)),
-            Resource("peers", machine.peers or 1.0, {Flow.PEER: 1.0}),
+        self._relays = tuple(
+            sum(cost.bytes_per_second for cost in costs) or 1.0
+            for costs in (machine.relays_to_device, machine.relays_from_device)
         )
+        self.resources = tuple(_resources(machine, *self._relays))
 
     def of(self, counts: Counts) -> tuple[float, ...]:
         """Rates by kind, when so many of each are under way; of kinds without any, 0."""
@@ -107,6 +128,8 @@ class Rates:
             weights[kernel] = (link * share if both else alone) / max(1, counts[kernel])
         weights[Flow.CPU] = machine.cpu_update / machine.ranks
         weights[Flow.PEER] = machine.peers or 1.0
+        for flow, rate in zip((Flow.RELAY_IN, Flow.RELAY_OUT), self._relays, strict=True):
+            weights[flow] = rate / max(1, counts[flow])
         return weights
 
     def _limit(self, flow: Flow, counts: Counts) -> float:

@@ -23,9 +23,20 @@ class Schedule:
     choice : Choice
     capacity : int
         Bytes of device memory for weights that come and go.
+    shared : bool
+        Whether ranks share the updates: then no device copy survives one.
     """
 
-    def __init__(self, workload: Workload, costs: tuple[LayerCost, ...], choice: Choice, capacity: int) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        costs: tuple[LayerCost, ...],
+        choice: Choice,
+        capacity: int,
+        *,
+        shared: bool = False,
+    ) -> None:
+        self._shared = shared
         self._places: dict[tuple[int, int], int] = {}  # of the uses, by pass and layer
         self._uses: list[Use] = []
         self._owners = workload.owners
@@ -34,7 +45,7 @@ class Schedule:
             for layer in range(count) if number % 2 == 0 else range(count - 1, -1, -1):
                 self._add(number, layer, workload, costs, choice)
         self._keys = list(self._places)
-        self._mark_last(choice)
+        self._mark_last(workload, choice)
         found = plan_loads(self._uses, capacity)
         self._loads, self._released = found.loads, found.released
 
@@ -50,7 +61,7 @@ class Schedule:
             self._places[number, layer] = len(self._uses)
             self._uses.append(Use(owner, slab_nbytes(workload.layers[owner], choice.layers[owner])))
 
-    def _mark_last(self, choice: Choice) -> None:
+    def _mark_last(self, workload: Workload, choice: Choice) -> None:
         """The last use before an update at home: after it the copy is worth nothing."""
         for passes in ((0, 1), (2, 3)):
             last: dict[int, int] = {}
@@ -58,7 +69,8 @@ class Schedule:
                 if key[0] in passes:
                     last[self._owners[key[1]]] = place
             for owner, place in last.items():
-                if choice.layers[owner].state is StateMode.CPU:
+                kept = not self._shared and choice.layers[owner].state is not StateMode.CPU
+                if workload.layers[owner].state_nbytes and not kept:
                     self._uses[place] = Use(owner, self._uses[place].nbytes, last=True)
 
     def load_before(self, number: int, layer: int) -> tuple[int, int] | None:
@@ -82,5 +94,7 @@ class Schedule:
 
     def stays(self, layer: int) -> bool:
         """Whether a streamed layer's copy is still there when its update comes."""
+        if self._shared:
+            return False
         first = next((key for key in self._keys if key[0] == 2 and self._owners[key[1]] == layer), None)
         return first is not None and self._places[first] not in self._loads

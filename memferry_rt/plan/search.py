@@ -213,7 +213,7 @@ class Search:
         if StateMode.STREAMED not in self._options.state_modes:
             return 0.0
         device = machine.both_ways * min(machine.to_device, machine.from_device) / 14
-        cpu = machine.cpu_update / 28
+        cpu = machine.cpu_update / machine.ranks / 28
         return device / (device + cpu)
 
     def _spares(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .evaluate import Run
 
-QUEUES = ("compute", "in", "out", "cpu", "state")
+QUEUES = ("compute", "in", "out", "cpu", "state", "peers", "relay in", "relay out")
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,10 @@ class Span:
     ----------
     queue : str
         compute; in and out: copies to the device and from it; cpu: updates there; state: updates streamed through
-        the device.
+        the device; peers: between ranks; relay in and relay out: what idle devices copy.
     kind : str
-        F, B: forward, backward; U: update; L: load of weights; G: gradients that leave.
+        F, B: forward, backward; U: update; L: load of weights; G: gradients that leave; X: those that ranks
+        exchange; S: adding them up.
     layer : str
     start, end : float
         Seconds.

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from memferry_allocator import Driver, EmulatedDriver, EmulatedOptions, open_driver
+from memferry_allocator import Driver, EmulatedDriver, EmulatedOptions, UnsupportedError, open_driver
 
 from .machine import Machine
+from .refusals import is_refusal
 from .shadow_world import World
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    given = collection_path.name == "test_given_driver.py"
+    return True if given and not config.getoption("--driver") else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Skip what a driver from elsewhere refuses, where it may."""
+    try:
+        return (yield)
+    except UnsupportedError as error:
+        if pyfuncitem.get_closest_marker("may_refuse") and is_refusal(error):
+            pytest.skip(f"refused: {error}")
+        raise
 
 
 @pytest.fixture

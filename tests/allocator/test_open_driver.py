@@ -185,7 +185,7 @@ def test_texts_that_name_no_device(text: str) -> None:
 
 @pytest.mark.parametrize("kind", ["", "gpu", "cuda:0", "Emulated"])
 def test_kinds_that_are_none(kind: str) -> None:
-    with pytest.raises(InvalidRequestError, match="'auto', 'cuda' or 'emulated'"):
+    with pytest.raises(InvalidRequestError, match="'auto', 'cuda', 'emulated'"):
         open_driver(kind)
 
 

@@ -160,7 +160,7 @@ def test_a_tied_head_has_no_weights_of_its_own() -> None:
 # -- machines ---------------------------------------------------------------------------------------------
 def test_every_number_says_where_it_is_from() -> None:
     for name in H200.__dataclass_fields__:
-        if name not in ("name", "ranks", "sources"):
+        if name not in ("name", "ranks", "sources", "peers_over_host", "relays_to_device", "relays_from_device"):
             assert H200.sources[name]
 
 
@@ -169,13 +169,26 @@ def test_a_topology_gives_the_links() -> None:
     assert found.to_device < H200.to_device
     assert found.host_reads < H200.host_reads
     assert "topology" in found.sources["to_device"]
-    assert found.sources["matmul"] == H200.sources["matmul"]
+    assert found.sources["kernel_share"] == H200.sources["kernel_share"]
+
+
+def test_of_devices_and_hosts_that_are_known_their_own_numbers_are_taken() -> None:
+    found = machine_from_topology(machine("a100-x8"))
+    assert found.matmul < H200.matmul / 3
+    assert "of the maker's figure" in found.sources["matmul"]
+    assert found.host_memory > H200.host_memory
+    assert "DDR4" in found.sources["host_memory"]
+    assert machine_from_topology(machine("h200-x1")).host_memory == H200.host_memory
+    assert machine_from_topology(machine("a100-x8"), like=H200).matmul == H200.matmul
 
 
 def test_helpers_relay_and_ranks_share() -> None:
     topology = machine("hgx-h200-x8")
     alone, helped = machine_from_topology(topology), machine_from_topology(topology, helpers=True)
-    assert helped.to_device > 1.5 * alone.to_device
+    assert helped.to_device == alone.to_device
+    assert len(helped.relays_to_device) == 6
+    four = machine_from_topology(topology, ranks=4, helpers=True)
+    assert (four.ranks, len(four.relays_to_device), len(four.relays_from_device)) == (4, 1, 1)
     assert machine_from_topology(topology, ranks=8).ranks == 8
 
 
@@ -184,7 +197,8 @@ def test_helpers_relay_and_ranks_share() -> None:
     [
         ({"device": 8}, "device 8"),
         ({"ranks": 9}, "9 ranks"),
-        ({"helpers": True, "ranks": 2}, "no time to relay"),
+        ({"helpers": True, "ranks": 8}, "all 8 devices train, and have no time to relay"),
+        ({"device": 1, "ranks": 8}, "device 1 of 8 ranks"),
     ],
 )
 def test_devices_that_there_are_not_are_refused(settings: dict[str, int], words: str) -> None:

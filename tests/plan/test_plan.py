@@ -16,7 +16,8 @@ from memferry_rt.errors import PlanError
 from memferry_rt.plan import PlanOptions, compare_plans, load_plan, make_plan, parse_modes, save_plan
 from memferry_rt.plan.acceptance import DriftWatch, is_faster
 from memferry_rt.plan.modes import StateMode, WeightMode, format_modes
-from memferry_rt.plan.plan import Plan, dumps_plan, loads_plan
+from memferry_rt.plan.plan import Plan
+from memferry_rt.plan.plan_file import dumps_plan, loads_plan
 
 from .machines import GIB, MIB, TINY, decoder
 
@@ -28,6 +29,27 @@ def test_file_and_back(tmp_path: Path) -> None:
     save_plan(PLAN, path)
     assert load_plan(path) == PLAN
     assert json.loads(path.read_text())["schema"] == "memferry.plan"
+
+
+def test_a_file_of_the_first_version_is_read() -> None:
+    document = json.loads(dumps_plan(PLAN))
+    assert document["version"] == 2
+    assert "ranks" not in document, "what one process trains by is what the first version said, but for the number"
+    assert loads_plan(json.dumps({**document, "version": 1})) == PLAN
+
+
+def test_a_plan_for_ranks_is_for_so_many() -> None:
+    several = replace(PLAN, ranks=4)
+    assert loads_plan(dumps_plan(several)).ranks == 4
+    assert compare_plans(PLAN, several) == ["ranks: 1 and 4"]
+    several.check_ranks(4)
+    for plan, ranks, words in (
+        (several, 2, "for a group of 4 ranks, and here a group of 2 ranks trains; make one with --ranks 2"),
+        (PLAN, 2, "for one rank, and here a group of 2 ranks"),
+        (several, 1, "here one rank trains; make one with --ranks 1"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            plan.check_ranks(ranks)
 
 
 def test_its_modes_are_modes_by_hand() -> None:
@@ -46,6 +68,9 @@ Change = Callable[[dict[str, Any]], Any]
     [
         (lambda d: d.update(schema="memferry.profile"), "schema: 'memferry.profile' is not 'memferry.plan'"),
         (lambda d: d.update(version=99), "version: 99 is not 1"),
+        (lambda d: d.update(version=True), "version: True is not 1 to 2"),
+        (lambda d: d.update(version=1, ranks=2), "ranks: it is no field of version 1"),
+        (lambda d: d.update(ranks=0), "ranks: 0 is not 1 or more"),
         (lambda d: d.pop("fingerprint"), "fingerprint is missing"),
         (lambda d: d.update(colour="red"), "colour is no field"),
         (lambda d: d.update(layers=[]), "layers: a plan has at least one"),

@@ -90,8 +90,9 @@ def test_everything_is_kept(memferry: Command, tmp_path: Path) -> None:
 
 def test_the_timeline_is_drawn(memferry: Command, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    for command in (("plan", *LLAMA), ("simulate", *LLAMA)):
-        path = tmp_path / f"{command[0]}.png"
+    ranks = ("simulate", *LLAMA, "--ranks", "4", "--helpers", "--fixture", "cloudmatrix384-node")
+    for number, command in enumerate((("plan", *LLAMA), ("simulate", *LLAMA), ranks)):
+        path = tmp_path / f"{number}.png"
         assert memferry(*command, "--plot", str(path)).status == 0
         assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -177,6 +178,54 @@ def test_several_ranks_share_the_host(memferry: Command) -> None:
     assert values(outcome.out, "machine")[0].startswith("8 x NVIDIA H200")
 
 
+def test_ranks_load_whole_layers_or_gather_them(memferry: Command) -> None:
+    command = ("simulate", *LLAMA, "--auto", "--ranks", "8")
+    times = [
+        float(values(memferry(*command, "--loads", loads).out, "iteration")[0].split()[0])
+        for loads in ("whole", "gathered")
+    ]
+    assert times[1] < times[0]
+
+
+def test_idle_devices_help_ranks(memferry: Command, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    outcome = memferry(
+        "simulate", "--preset", "llama-13b", "--device-memory", "40GiB", "--micro-batch", "1", "--auto",
+        "--fixture", "cloudmatrix384-node", "--ranks", "4", "--helpers", "--json", str(path),
+    )  # fmt: skip
+    assert outcome.status == 0
+    spans = json.loads(path.read_text())["timeline"]
+    assert {"peers", "relay in", "relay out"} <= {span["queue"] for span in spans}
+    assert {"X", "S"} <= {span["kind"] for span in spans}
+    assert values(outcome.out, "machine") == [
+        "4 x Ascend 910C, each with such a batch; 1 idle for each: loads and gradients relayed"
+    ]
+
+
+def test_another_system_is_simulated(memferry: Command, tmp_path: Path) -> None:
+    path = tmp_path / "system.json"
+    outcome = memferry("simulate", *LLAMA[:2], "--system", "deepspeed", "--ranks", "2", "--json", str(path))
+    assert outcome.status == 0
+    document = json.loads(path.read_text())
+    assert document["system"] == "deepspeed"
+    parts = sum(document[name] for name in ("computing", "updating", "returning"))
+    assert document["seconds"] == pytest.approx(parts)
+    assert values(outcome.out, "machine")[0].startswith("2 x NVIDIA H200")
+
+
+def test_a_plan_for_ranks_is_simulated_with_so_many(memferry: Command, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    tiny = ("--preset", "tiny")
+    made = memferry("plan", *tiny, "--ranks", "2", "--device-memory", "1GiB", "--save", path)
+    assert values(made.out, "device")[0] == "2 x NVIDIA H200"
+    assert load_plan(path).ranks == 2
+    again = memferry("simulate", *tiny, "--plan", path, "--ranks", "2")
+    assert values(again.out, "the plan's")[0].endswith("here +0.0%")
+    other = memferry("simulate", *tiny, "--plan", path)
+    assert other.status == 2
+    assert "for a group of 2 ranks, and here one rank trains" in other.err
+
+
 def test_what_each_idea_gains_is_shown(memferry: Command, tmp_path: Path) -> None:
     path = tmp_path / "arms.json"
     outcome = memferry("simulate", *LLAMA, "--ablation", "--json", str(path))
@@ -221,7 +270,10 @@ MISTAKES: list[tuple[tuple[str, ...], list[str]]] = [
     ((*PLAN, "--topology", "x", "--fixture", "h200-x1"), ["--topology: give it, or --fixture"]),
     ((*PLAN, "--helpers"), ["--helpers", "--topology or --fixture"]),
     ((*PLAN, "--device", "3"), ["--device", "--topology or --fixture"]),
-    ((*PLAN, "--helpers", "--fixture", "h200-x2", "--ranks", "2"), ["--helpers", "no time to relay"]),
+    ((*PLAN, "--helpers", "--fixture", "h200-x2", "--ranks", "2"), ["helpers", "no time to relay"]),
+    ((*PLAN, "--helpers", "--fixture", "h200-x1"), ["helpers", "no time to relay"]),
+    ((*PLAN, "--helpers", "--fixture", "a100-x8", "--ranks", "4"), ["no idle device", "each of 4 ranks"]),
+    ((*PLAN, "--ranks", "2", "--early"), ["early: 2 ranks make no updates during backward"]),
     ((*PLAN, "--ranks", "0"), ["--ranks: 0"]),
     ((*PLAN, "--save", "/nowhere/plan.json"), ["--save", "no folder /nowhere"]),
     ((*PLAN, "--plot", "/"), ["--plot", "folder"]),
@@ -233,6 +285,14 @@ MISTAKES: list[tuple[tuple[str, ...], list[str]]] = [
     (("simulate", *LLAMA, "--auto", "--modes", "head=dha"), ["--auto", "leave --plan, --modes"]),
     (("simulate", *LLAMA, "--ablation", "--modes", "head=dha"), ["--ablation", "leave --plan and --modes out"]),
     (("simulate", *LLAMA, "--ablation", "--plot", "x.png"), ["--plot: it draws one iteration"]),
+    (("simulate", *LLAMA, "--loads", "half", "--ranks", "2"), ["--loads: 'half'", "gathered"]),
+    (("simulate", *LLAMA, "--loads", "gathered"), ["loads: 'gathered' is for several ranks"]),
+    (("simulate", *LLAMA, "--system", "fsdp"), ["--system: 'fsdp'", "memferry, deepspeed"]),
+    (("simulate", *LLAMA, "--system", "deepspeed", "--auto"), ["--auto: --system deepspeed has no such thing"]),
+    (
+        ("simulate", *LLAMA, "--system", "deepspeed", "--ranks", "2", "--loads", "gathered"),
+        ["--loads: --system deepspeed has no such thing"],
+    ),
 ]
 
 

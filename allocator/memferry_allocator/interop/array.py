@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, UnsupportedError
 from ..shadow import ElementType, Place, View
 from ..shadow.typed import fit
 from .cuda_array import LEGACY_DEFAULT, cuda_array_interface
@@ -219,10 +219,20 @@ def as_device(
     """A DEVICE or MAPPED view for libraries that compute on the device.
 
     On the emulated device, whose memory is the host's, it is the CPU's.
+
+    Raises
+    ------
+    UnsupportedError
+        Of another driver's devices libraries have no common name.
     """
     if not isinstance(view, View):
         raise _no_view(view)
     space = view.partition.space
+    if space.driver.name not in ("cuda", "emulated"):
+        raise UnsupportedError(
+            f"array of {view.partition.name}: which device the {space.driver.name} driver's memory is to other "
+            "libraries is not known; use the view's address with its own library"
+        )
     device = (_CUDA, space.device) if space.driver.name == "cuda" else _CPU
     return _array(view, dtype, shape, _DEVICE, device, promise_not_to_write)
 

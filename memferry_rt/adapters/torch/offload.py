@@ -267,7 +267,7 @@ def _prepare(
         driver,
         ordinal,
         updates=update is not None,
-        shared=ranks is not None,
+        ranks=1 if ranks is None else ranks.size,
         dtype=dtype_of(geometries),
     )
     plans = planning.resolve(plan)

@@ -31,8 +31,8 @@ class Ability:
     options : OffloadOptions
     updates : bool
         Whether the device has a kernel for updates.
-    shared : bool
-        Other ranks share the optimizer state.
+    ranks : int
+        That train together; several share the optimizer state.
     """
 
     device: str | None
@@ -40,7 +40,7 @@ class Ability:
     layouts: Sequence[LayerLayout]
     options: OffloadOptions
     updates: bool
-    shared: bool
+    ranks: int = 1
 
     @property
     def sizes(self) -> dict[str, list[int]]:
@@ -66,13 +66,14 @@ def refuse_plan(plan: Plan, ability: Ability) -> None:
     Raises
     ------
     PlanError
-        It is for another model or device.
+        It is for another model, device or number of ranks.
     BudgetError
         It is for more device memory.
     UnsupportedError
         It has something that cannot be done; the message names the layer.
     """
     plan.check_model(ability.dtype, ability.sizes, "this one")
+    plan.check_ranks(ability.ranks)
     if ability.device is not None:
         plan.check(device=ability.device)
         if plan.device_memory > ability.options.device_memory:
@@ -103,7 +104,7 @@ def _refuse_state(name: str, state: StateMode, gradient: GradientMode, ability: 
             f"plan: the state of layer {name!r} is {state.value}, and the device cannot make this optimizer's "
             "update; plan with state_modes={StateMode.CPU}"
         )
-    if state is StateMode.RESIDENT and ability.shared:
+    if state is StateMode.RESIDENT and ability.ranks > 1:
         raise UnsupportedError(
             f"plan: the state of layer {name!r} is resident, and ranks share it in host memory; plan without "
             "StateMode.RESIDENT"

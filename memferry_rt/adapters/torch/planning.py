@@ -22,6 +22,7 @@ from .modes import GivenPlan, LayerPlan, resolve_plan
 from .norm import piece_rows
 from .planned import Ability, refuse_plan, with_states
 from .support import support_of, with_operators
+from .tensors import torch_device_of
 from .update import room_for_updates
 
 
@@ -38,8 +39,8 @@ class Planning:
     device : int
     updates : bool
         Whether the device has a kernel for updates.
-    shared : bool
-        Other ranks share the optimizer state, which stays where all find it.
+    ranks : int
+        That train together; several share the optimizer state, which stays where all find it.
     dtype : str
         The compute dtype of most parameters.
 
@@ -59,7 +60,7 @@ class Planning:
         device: int,
         *,
         updates: bool,
-        shared: bool = False,
+        ranks: int = 1,
         dtype: str,
     ) -> None:
         self._model = model
@@ -74,12 +75,12 @@ class Planning:
         self._index_of: dict[torch.Tensor, int] = {parameter: index for parameter, _, index in members}
         self.layouts = layouts
         self._options = options
-        self._device = None if driver.name == "emulated" else device
+        emulated = torch_device_of(driver, device).type == "cpu"
+        self._device = None if emulated else device
         self._updates = updates
-        self._shared = shared
-        emulated = driver.name == "emulated"
+        self._shared = ranks > 1
         name = None if emulated else driver.device_info(device).name
-        self.ability = Ability(name, dtype, layouts, options, updates=updates, shared=shared)
+        self.ability = Ability(name, dtype, layouts, options, updates=updates, ranks=ranks)
 
     def resolve(self, plan: GivenPlan | None) -> list[LayerPlan]:
         """What each layer does.

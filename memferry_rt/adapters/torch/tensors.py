@@ -6,11 +6,29 @@ from typing import Any
 
 import torch
 
-from memferry_allocator import Driver, Span
+from memferry_allocator import Driver, Span, UnsupportedError
 
 from ...pages import SlabPages
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def torch_device_of(driver: Driver, device: int) -> torch.device:
+    """Torch's device for one of a driver's; the emulated device's is the CPU.
+
+    Raises
+    ------
+    UnsupportedError
+        Of another driver: how torch sees its memory is not known here.
+    """
+    if driver.name == "emulated":
+        return torch.device("cpu")
+    if driver.name == "cuda":
+        return torch.device("cuda", device)
+    raise UnsupportedError(
+        f"device: the {driver.name} driver can be opened, and torch tensors over its memory cannot be made; "
+        "docs/new-accelerator.md says what the torch adapter needs beside a driver"
+    )
 
 
 class _CudaBytes:
@@ -37,7 +55,7 @@ class TensorFactory:
         self._driver = driver
         self._device = device
         self.emulated = driver.name == "emulated"
-        self.torch_device = torch.device("cpu") if self.emulated else torch.device("cuda", device)
+        self.torch_device = torch_device_of(driver, device)
 
     def device(self, span: Span) -> torch.Tensor:
         """Over device memory, shape (nbytes,), uint8.  It does not own the memory."""

@@ -28,8 +28,11 @@ PROFILE = Annotated[str | None, typer.Option(help="Times of this model on its de
 TOPOLOGY = Annotated[str | None, typer.Option(help="The machine's links, as memferry topo --json writes them.")]
 FIXTURE = Annotated[str | None, typer.Option(help="Links of a machine that comes with MemFerry, e.g. a100-x8.")]
 DEVICE = Annotated[int, typer.Option(help="Which device of the topology.")]
-RANKS = Annotated[int, typer.Option(help="Devices that train together, each with its part of the batch.")]
-HELPERS = Annotated[bool, typer.Option("--helpers", help="Devices of the topology without work relay copies.")]
+RANKS = Annotated[int, typer.Option(help="Devices that train together, each with a micro-batch of its own.")]
+HELPERS = Annotated[
+    bool,
+    typer.Option("--helpers", help="Devices of the topology that do not train relay copies for those that do."),
+]
 MODES = Annotated[str | None, typer.Option(help="Modes by hand, e.g. 'embedding=dha, blocks.*=stream+inplace'.")]
 NUMERICS = Annotated[str, typer.Option(help="exact, or relaxed: modes that may change the last bit are allowed.")]
 EARLY = Annotated[

@@ -52,6 +52,16 @@ def command(
     ablation: Annotated[
         bool, typer.Option("--ablation", help="What each of the scheduler's ideas gains by itself.")
     ] = False,
+    loads: Annotated[
+        str,
+        typer.Option(
+            help="How several ranks load a layer: whole, as the runtime does, or gathered: each its part, and "
+            "then the others' from them."
+        ),
+    ] = "whole",
+    system: Annotated[
+        str, typer.Option(help="memferry, or deepspeed: what ZeRO-2 with its optimizer offloaded would take.")
+    ] = "memferry",
     json: Annotated[str | None, typer.Option(help="Write the iteration, usage, timeline and memory here.")] = None,
     plot: Annotated[str | None, typer.Option(help="Draw the timeline here, as PNG.")] = None,
 ) -> int:

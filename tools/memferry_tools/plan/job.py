@@ -20,7 +20,7 @@ from memferry_rt.plan import (
     one_more,
 )
 from memferry_rt.plan.evaluate import Run
-from memferry_rt.plan.plan import dumps_plan
+from memferry_rt.plan.plan_file import dumps_plan
 from memferry_rt.plan.timeline import at, device_memory
 
 from ..errors import ToolError

@@ -114,10 +114,6 @@ def build_host(
         raise ToolError("--device: name the machine that it is a device of: --topology or --fixture")
     if ranks < 1:
         raise ToolError(f"--ranks: {ranks} is not 1 or more")
-    if helpers and ranks > 1:
-        raise ToolError(
-            "--helpers: devices that train have no time to relay; ask for helpers or for several ranks"
-        )
     if helpers and topology is None and fixture is None:
         raise ToolError("--helpers: name the machine whose devices help: --topology or --fixture")
     return Host(path(profile, "--profile"), path(topology, "--topology"), fixture, device, ranks, helpers)

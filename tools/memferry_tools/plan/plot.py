@@ -17,9 +17,29 @@ _ROWS = {
     "out": "copies out",
     "cpu": "CPU updates",
     "state": "state through\nthe device",
+    "peers": "between ranks",
+    "relay in": "relayed in",
+    "relay out": "relayed out",
 }
-_COLOURS = {"F": "#4c72b0", "B": "#55a868", "U": "#c44e52", "L": "#8172b2", "G": "#ccb974"}
-_WORDS = {"F": "forward", "B": "backward", "U": "update", "L": "load of weights", "G": "gradients leave"}
+_ALWAYS = 5  # of these rows
+_COLOURS = {
+    "F": "#4c72b0",
+    "B": "#55a868",
+    "U": "#c44e52",
+    "L": "#8172b2",
+    "G": "#ccb974",
+    "X": "#64b5cd",
+    "S": "#8c8c8c",
+}
+_WORDS = {
+    "F": "forward",
+    "B": "backward",
+    "U": "update",
+    "L": "load of weights",
+    "G": "gradients leave",
+    "X": "gradients exchanged",
+    "S": "added up",
+}
 
 
 def check_drawable() -> None:
@@ -50,17 +70,20 @@ def draw(run: Run, title: str, budget: int) -> bytes:
 
 def _timeline(axes: Any, run: Run) -> None:
     shown: set[str] = set()
-    for span in spans(run):
+    all_spans = spans(run)
+    there = {span.queue for span in all_spans}
+    rows = [queue for number, queue in enumerate(QUEUES) if number < _ALWAYS or queue in there]
+    for span in all_spans:
         axes.broken_barh(
             [(span.start * 1e3, (span.end - span.start) * 1e3)],
-            (QUEUES.index(span.queue) - 0.4, 0.8),
+            (rows.index(span.queue) - 0.4, 0.8),
             facecolors=_COLOURS[span.kind],
             edgecolor="white",
             linewidth=0.3,
             label=None if span.kind in shown else _WORDS[span.kind],
         )
         shown.add(span.kind)
-    axes.set_yticks(range(len(QUEUES)), [_ROWS[queue] for queue in QUEUES])
+    axes.set_yticks(range(len(rows)), [_ROWS[queue] for queue in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, run.seconds * 1e3)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.12), ncols=len(_WORDS), frameon=False)

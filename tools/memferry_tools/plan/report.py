@@ -9,7 +9,7 @@ from typing import Any
 
 from memferry_rt.plan import Bound, Machine, NextBest, Plan
 from memferry_rt.plan.evaluate import Run
-from memferry_rt.plan.plan import dumps_plan
+from memferry_rt.plan.plan_file import dumps_plan
 from memferry_rt.plan.timeline import device_memory, spans
 
 from ..version import version

@@ -71,10 +71,11 @@ def _model_rows(plan: Plan) -> list[Row]:
     budgets = f"device memory {format_size(plan.device_memory)}"
     if plan.host_memory:
         budgets += f", host memory {format_size(plan.host_memory)}"
+    several = plan.ranks > 1
     return [
         ("model", f"{plan.model}, {parameters / 1e9:.2f} B parameters, {plan.dtype}"),
-        ("batch", f"{plan.micro_batch} x {plan.sequence} tokens"),
-        ("device", plan.device),
+        ("batch", f"{plan.micro_batch} x {plan.sequence} tokens" + (", each rank" if several else "")),
+        ("device", f"{plan.ranks} x {plan.device}" if several else plan.device),
         ("budgets", budgets),
         ("numerics", plan.numerics),
     ]

@@ -21,6 +21,7 @@ from .job import show_memory
 from .options import Host, Model, build_host, build_model, path, size
 from .report import document
 from .show import format_seconds, show_bounds
+from .system import MEMFERRY, check_system, describe, show_system
 from .target import find_machine, find_workload
 
 
@@ -32,6 +33,7 @@ class SimulateJob:
     host: Host
     options: PlanOptions
     plan: Plan | None
+    system: str
     ablation: bool
     auto: bool
     json: Path | None
@@ -47,6 +49,9 @@ class SimulateJob:
             settings = _with_batch(settings, plan)
             if settings["modes"]:
                 raise ToolError("--modes: the plan has them; give one of the two")
+        check_system(settings)
+        if device_memory is None and settings["system"] != MEMFERRY:
+            device_memory = 0  # it has no budget
         if device_memory is None:
             raise ToolError("--device-memory: give the budget, e.g. 24GiB, or a --plan, which has one")
         try:
@@ -56,6 +61,7 @@ class SimulateJob:
                 numerics="relaxed",
                 early=settings["early"],
                 modes=settings["modes"] or "",
+                loads=settings["loads"],
             )
         except PlanError as error:
             raise ToolError(f"--{error}") from None
@@ -66,7 +72,7 @@ class SimulateJob:
         if settings["auto"] and (plan is not None or settings["modes"] or settings["ablation"]):
             raise ToolError("--auto: it is what the runtime does by itself; leave --plan, --modes, --ablation out")
         files = (path(settings[name], f"--{name}") for name in ("json", "plot"))
-        what = (settings["ablation"], settings["auto"])
+        what = (settings["system"], settings["ablation"], settings["auto"])
         return cls(build_model(**settings), build_host(**settings), options, plan, *what, *files)
 
 
@@ -78,6 +84,9 @@ def run(job: SimulateJob) -> int:
         plot.check_drawable()
     screen = Screen()
     screen.title(f"memferry {version()}: simulate")
+    if job.system != MEMFERRY:
+        machine, profile = find_machine(job.host)
+        return show_system(screen, job.system, find_workload(job.model, profile), machine, profile, job.json)
     if job.ablation:
         return _show_arms(job, screen)
     planned = _planned(job)
@@ -98,17 +107,17 @@ def _planned(job: SimulateJob) -> Planned:
         replace(layer, recompute=None) if layer.recompute is not each else layer
         for layer, each in zip(workload.layers, recomputed, strict=True)
     )
+    job.plan.check_ranks(machine.ranks)
     options = replace(job.options, modes=job.plan.modes, spares=job.plan.spare_slabs)
     return plan_by_hand(replace(workload, layers=layers), options, machine, profile, job.plan.choice)
 
 
 def _show(job: SimulateJob, planned: Planned, screen: Screen) -> None:
     plan, taken = planned.plan, planned.run()
-    ranks = planned.setting.machine.ranks
     screen.rows(
         [
             ("model", f"{plan.model}, {plan.micro_batch} x {plan.sequence} tokens"),
-            ("machine", plan.device if ranks == 1 else f"{ranks} x {plan.device}, each with such a batch"),
+            ("machine", describe(planned.evaluator.machine_of(planned.outcome.choice))),
             ("iteration", format_seconds(plan.seconds)),
             ("device", f"{format_size(plan.device_peak_nbytes)} at the most of {format_size(plan.device_memory)}"),
             ("host", f"{format_size(plan.host_nbytes)} registered"),

@@ -83,21 +83,21 @@ def find_machine(host: Host) -> tuple[Machine, Profile | None]:
     ToolError
         A file cannot be used, or the machine has not such devices.
     """
-    found, profile = H200, None
+    measured, profile = None, None
     try:
         if host.profile is not None:
             profile = load_profile(host.profile)
-            found = machine_from_profile(profile)
+            measured = machine_from_profile(profile)
         if host.topology is not None or host.fixture is not None:
-            found = _with_links(host, found, profile)
-        elif host.ranks > 1:
-            found = replace(found, ranks=host.ranks)
+            found = _with_links(host, measured, profile)
+        else:
+            found = replace(measured or H200, ranks=host.ranks)
     except (PlanError, TopologyError) as error:
         raise ToolError(f"{_option(host, error)}: {error}") from None
     return found, profile
 
 
-def _with_links(host: Host, found: Machine, profile: Profile | None) -> Machine:
+def _with_links(host: Host, measured: Machine | None, profile: Profile | None) -> Machine:
     if host.fixture is not None:
         if host.fixture not in machine_names():
             raise ToolError(f"--fixture: {host.fixture!r} is none; there are {', '.join(machine_names())}")
@@ -108,7 +108,7 @@ def _with_links(host: Host, found: Machine, profile: Profile | None) -> Machine:
             topology = load(host.topology)
         except OSError as error:
             raise ToolError(f"--topology: {host.topology} cannot be read: {error.strerror}") from None
-    linked = machine_from_topology(topology, host.device, helpers=host.helpers, ranks=host.ranks, like=found)
+    linked = machine_from_topology(topology, host.device, helpers=host.helpers, ranks=host.ranks, like=measured)
     if profile is not None and profile.device != linked.name:
         raise ToolError(
             f"--profile: it is of {profile.device}, and device {host.device} of the topology is {linked.name}; "

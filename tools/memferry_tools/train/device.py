@@ -47,6 +47,8 @@ def find_target(text: str) -> Target:
     except DriverError as error:
         raise ToolError(f"--device {text}: {error}") from error
     emulated = driver.name == "emulated"
+    if driver.name not in ("cuda", "emulated"):
+        raise ToolError(f"--device {text}: PyTorch tensors over the {driver.name} driver's memory are not known")
     target = Target(
         text=f"{driver.name}:{ordinal}",
         name=driver.device_info(ordinal).name,

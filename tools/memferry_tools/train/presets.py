@@ -62,6 +62,7 @@ PRESETS = {
     "llama-1b": Preset(ModelShape(2048, 22, 5632, 16, 32000), 8, 1024, 1e-4, checkpointing=True),
     "llama-3b": Preset(ModelShape(3200, 26, 8640, 25, 32000), 8, 1024, 1e-4, checkpointing=True),
     "llama-7b": Preset(ModelShape(4096, 32, 11008, 32, 32000), 8, 1024, 1e-4, checkpointing=True),
+    "llama-13b": Preset(ModelShape(5120, 40, 13824, 40, 32000), 8, 1024, 1e-4, checkpointing=True),
 }
 
 
