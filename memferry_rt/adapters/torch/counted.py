@@ -1,4 +1,4 @@
-"""A transfer engine that counts for which layer it copies."""
+"""A transfer engine that counts for which layer it copies, and how the shadow space uses it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from memferry_allocator import Direction, Driver, Span, Stream
 from memferry_transport import Transfer, TransferEngine
 
+from ...helpers import NO_HELP, Help
 from ...traffic import LayerTraffic
 from .layer import LayerState
 
@@ -20,19 +21,26 @@ class CountedEngine(TransferEngine):
     driver, device
         See `TransferEngine`.
     layers : sequence of LayerState
+    help : Help
+        Devices whose links carry a share of long transfers.
     """
 
-    def __init__(self, driver: Driver, device: int, layers: Sequence[LayerState]) -> None:
-        super().__init__(driver, device)
+    def __init__(self, driver: Driver, device: int, layers: Sequence[LayerState], help: Help = NO_HELP) -> None:
+        super().__init__(driver, device, options=help.options, calibration=help.calibration)
         self._layers = layers
         fixed = [(span.ptr, span.nbytes, layer) for layer in layers for span in _fixed_slabs(layer)]
         self._slabs = sorted(fixed, key=lambda slab: slab[0])
         self._starts = [start for start, _, _ in self._slabs]
 
     def start(
-        self, regions: Sequence[tuple[Span, Span]], direction: Direction | None = None, *, stream: Stream
+        self,
+        regions: Sequence[tuple[Span, Span]],
+        direction: Direction | None = None,
+        *,
+        stream: Stream,
+        direct: bool = False,
     ) -> Transfer:
-        transfer = super().start(regions, direction, stream=stream)
+        transfer = super().start(regions, direction, stream=stream, direct=direct)
         for dst, src in regions:
             self._count(dst, src, direction)
         return transfer
@@ -60,6 +68,22 @@ class CountedEngine(TransferEngine):
             if layer.state_span.ptr <= host.ptr < layer.state_span.ptr + layer.state_span.nbytes:
                 return layer.traffic
         return LayerTraffic()
+
+
+class WeightCopier:
+    """Loads weights over every way; those made on the device it brings home over the device's own link alone.
+
+    Of what is on its way home there may be no other copy, should a helper be lost.  A `memferry_allocator.Copier`.
+    """
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self._engine = engine
+
+    def lane(self, direction: Direction) -> Stream:
+        return self._engine.lane(direction)
+
+    def copy(self, dst: Span, src: Span, direction: Direction, *, stream: Stream) -> Transfer:
+        return self._engine.copy(dst, src, direction, stream=stream, direct=direction is Direction.DEVICE_TO_HOST)
 
 
 def _fixed_slabs(layer: LayerState) -> list[Span]:

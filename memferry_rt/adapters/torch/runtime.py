@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from memferry_allocator import Driver, HostArena, Stream, View
+from memferry_transport import TransferFailedError
 
 from ...device_update import DeviceUpdate
 from ...errors import OffloadError, UnsupportedError
+from ...helpers import NO_HELP, Help, begin_training
 from ...options import OffloadOptions
 from ...pages import SlabPages
 from ...plan.modes import WeightMode
@@ -80,11 +82,13 @@ class Runtime:
         ranks: Ranks | None = None,
         plan: GivenPlan | None = None,
         auto: bool = False,
+        help: Help = NO_HELP,
     ) -> None:
         self.model = model
         self.options = options
         self.driver = driver
         self.device = device
+        self.help = help
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.steps = 0
@@ -146,6 +150,7 @@ class Runtime:
             update=update,
             read=self._read_panels,
             ahead=self._open_ahead,
+            help=help,
         )
         self._build_training(model)
         self._build_updates(update)
@@ -156,6 +161,7 @@ class Runtime:
         self.autopilot = Autopilot(self) if auto else None
         if ranks is not None:
             ranks.fence("offload()")  # the first has filled what all share
+        self._training = begin_training(driver, device, help.helpers if help.named else ())
 
     # -- set-up -----------------------------------------------------------------------------------------
     def _build_training(self, model: nn.Module) -> None:
@@ -348,6 +354,7 @@ class Runtime:
         self.gradients.end_use()
         self.gradients.deliver(present, changed_unseen=unseen)
         self.stalls.iteration(self.stream())
+        self._require_arrived()
         if self.ranks is not None:
             scaling = self.ranks.agree_on_step(scaling, self.patch.settings())
         scale = gradient_scale(present, scaling, self.options.max_grad_norm)
@@ -368,6 +375,18 @@ class Runtime:
         self._adapt_pool()
         if self.autopilot is not None:
             self.autopilot.after_step()
+
+    def _require_arrived(self) -> None:
+        """Refuse to go on with what a lost helper has not brought: weights of this iteration, or its gradients."""
+        try:
+            self.memory.engine.require_arrived()
+        except TransferFailedError as error:
+            self.step_updates.skip()
+            self.memory.forget_copies()
+            raise TransferFailedError(
+                f"{error}. Nothing was updated: call optimizer.zero_grad() and repeat the iteration, without that "
+                "device"
+            ) from error
 
     def _finish_updates(self) -> None:
         """Wait for the updates in forward order, and start loading each layer as soon as it is new."""
@@ -584,6 +603,7 @@ class Runtime:
         with contextlib.ExitStack() as last_to_first:
             if self.ranks is not None:
                 last_to_first.callback(self.ranks.close)
+            last_to_first.callback(self._training.end)
             if self._own_stream is not None:
                 last_to_first.callback(self._own_stream.close)
             last_to_first.callback(self.arena.close)

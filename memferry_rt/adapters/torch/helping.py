@@ -1,0 +1,90 @@
+"""Which devices help the one that a model trains on: alone, and among the ranks of a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memferry_allocator import Driver
+
+from ...errors import RankError
+from ...helpers import NO_HELP, Help, reach, require_able, require_no_helper, share_out, training_on
+from ...options import OffloadOptions
+from ...parallel import host_key
+from .parallel import Ranks
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """What a rank trains on, and the helpers that it was told of: devices of a host, by their own names."""
+
+    host: str
+    device: str
+    helpers: tuple[str, ...]
+    asked: bool
+
+
+def refuse_helpers(options: OffloadOptions, driver: Driver, device: int) -> None:
+    """Refuse what this process alone can tell: helpers that cannot be, and a device that helps another model.
+
+    Raises
+    ------
+    InvalidRequestError, UnsupportedError
+    """
+    require_no_helper(driver, device)
+    if options.helpers != "auto":
+        require_able(driver, device, options.helpers)
+
+
+def find_help(options: OffloadOptions, driver: Driver, device: int, ranks: Ranks | None) -> Help:
+    """The devices that help, and what their ways cost.  All ranks call this alike.
+
+    Raises
+    ------
+    RankError
+        A rank names a device that another trains on; with the same message on all ranks.
+    CalibrationError, CorruptedError, DriverError
+        The costs cannot be read or measured; the other ranks raise `RankError`.
+    """
+    if ranks is None:
+        return _help(options, driver, device, [device], 0)
+    seats = _meet(options, driver, device, ranks)
+    _refuse_trained(seats)
+    if not any(seat.asked for seat in seats):
+        return NO_HELP
+    ordinals = {driver.device_info(each).uuid: each for each in range(driver.device_count)}
+    own = seats[ranks.rank].host
+    here = {
+        rank: ordinals[seat.device]
+        for rank, seat in enumerate(seats)
+        if seat.host == own and seat.device in ordinals
+    }
+    with ranks.refused_together():
+        found = _help(options, driver, device, list(here.values()), list(here).index(ranks.rank))
+    ranks.agree({})
+    return found
+
+
+def _help(options: OffloadOptions, driver: Driver, device: int, trained: list[int], place: int) -> Help:
+    """Help for the one that trains at a place of `trained`."""
+    if options.helpers == "auto":
+        busy = training_on(driver) - set(trained)
+        idle = [each for each in range(driver.device_count) if each not in busy]
+        shares = share_out(idle, trained, lambda one, other: reach(driver, one, other))
+        return Help.over(driver, device, shares[place], named=False)
+    return Help.over(driver, device, options.helpers, named=True) if options.helpers else NO_HELP
+
+
+def _meet(options: OffloadOptions, driver: Driver, device: int, ranks: Ranks) -> list[_Seat]:
+    named = () if options.helpers == "auto" else options.helpers
+    names = tuple(driver.device_info(each).uuid for each in named)
+    return ranks.gather(_Seat(host_key(), driver.device_info(device).uuid, names, bool(options.helpers)))
+
+
+def _refuse_trained(seats: list[_Seat]) -> None:
+    for rank, seat in enumerate(seats):
+        for other, trained in enumerate(seats):
+            if trained.host == seat.host and trained.device in seat.helpers:
+                raise RankError(
+                    f"helpers: rank {rank} names device {trained.device}, and rank {other} trains on it; name "
+                    "devices on which no rank trains, or write 'auto'"
+                )
