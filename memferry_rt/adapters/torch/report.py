@@ -54,7 +54,6 @@ class HelperReport:
     """
 
     device: int
-    name: str
     carried_in: int
     carried_out: int
     device_nbytes: int

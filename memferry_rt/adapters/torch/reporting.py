@@ -71,7 +71,6 @@ def _helpers(runtime: Runtime) -> tuple[HelperReport, ...]:
     return tuple(
         HelperReport(
             device=use.device,
-            name=runtime.driver.device_info(use.device).name,
             carried_in=use.bytes_in,
             carried_out=use.bytes_out,
             device_nbytes=use.staging_nbytes,
