@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memferry_allocator import Driver
+from memferry_transport.options import MAX_HELPERS
 
 from ...errors import RankError
 from ...helpers import NO_HELP, Help, reach, require_able, require_no_helper, share_out, training_on
@@ -15,11 +17,20 @@ from .parallel import Ranks
 
 @dataclass(frozen=True)
 class _Seat:
-    """What a rank trains on, and the helpers that it was told of: devices of a host, by their own names."""
+    """What a rank trains on, and the helpers that it was told of: devices of a host, by names that all ranks know.
+
+    Attributes
+    ----------
+    device : str
+    helpers : mapping of int to str
+        By the numbers that this rank has for them.
+    asked : bool
+        Whether it wants any.
+    """
 
     host: str
     device: str
-    helpers: tuple[str, ...]
+    helpers: Mapping[int, str]
     asked: bool
 
 
@@ -70,21 +81,22 @@ def _help(options: OffloadOptions, driver: Driver, device: int, trained: list[in
         busy = training_on(driver) - set(trained)
         idle = [each for each in range(driver.device_count) if each not in busy]
         shares = share_out(idle, trained, lambda one, other: reach(driver, one, other))
-        return Help.over(driver, device, shares[place], named=False)
+        return Help.over(driver, device, shares[place][:MAX_HELPERS], named=False)
     return Help.over(driver, device, options.helpers, named=True) if options.helpers else NO_HELP
 
 
 def _meet(options: OffloadOptions, driver: Driver, device: int, ranks: Ranks) -> list[_Seat]:
     named = () if options.helpers == "auto" else options.helpers
-    names = tuple(driver.device_info(each).uuid for each in named)
+    names = {each: driver.device_info(each).uuid for each in named}
     return ranks.gather(_Seat(host_key(), driver.device_info(device).uuid, names, bool(options.helpers)))
 
 
 def _refuse_trained(seats: list[_Seat]) -> None:
     for rank, seat in enumerate(seats):
-        for other, trained in enumerate(seats):
-            if trained.host == seat.host and trained.device in seat.helpers:
-                raise RankError(
-                    f"helpers: rank {rank} names device {trained.device}, and rank {other} trains on it; name "
-                    "devices on which no rank trains, or write 'auto'"
-                )
+        for number, name in seat.helpers.items():
+            for other, trained in enumerate(seats):
+                if (trained.host, trained.device) == (seat.host, name):
+                    raise RankError(
+                        f"helpers: rank {rank} names device {number}, and rank {other} trains on it; name devices "
+                        "on which no rank trains, or write 'auto'"
+                    )

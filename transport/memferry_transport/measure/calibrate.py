@@ -68,11 +68,11 @@ def calibrate(
     machine = (topology or discover(driver)).machine
     chosen = range(driver.device_count) if devices is None else devices
     with Bench(driver, chosen, options or OPTIONS, machine=machine) as bench:
-        return calibrate_on(bench, targets=targets, slice_bytes=slice_bytes)
+        return calibrate_on(bench, devices=targets, slice_bytes=slice_bytes)
 
 
 def calibrate_on(
-    bench: Bench, *, targets: Sequence[int] | None = None, slice_bytes: int | None = None
+    bench: Bench, *, devices: Sequence[int] | None = None, slice_bytes: int | None = None
 ) -> Calibration:
     """The same on a bench, for what it says its machine is.
 
@@ -82,8 +82,10 @@ def calibrate_on(
     Parameters
     ----------
     bench : Bench
-    targets, slice_bytes : optional
-        As for `calibrate`.
+    devices : sequence of int, optional
+        Those whose ways are measured; by default all of the bench, which relay for one another in any case.
+    slice_bytes : int, optional
+        Of relays; by default what the engine takes by itself.
 
     Raises
     ------
@@ -92,10 +94,10 @@ def calibrate_on(
     CorruptedError
         Bytes arrive wrong over a device's own link.
     """
+    chosen = bench.devices if devices is None else tuple(devices)
     size = slice_bytes or slice_bytes_of(bench)
-    measured = bench.devices if targets is None else targets
     ways: dict[tuple[Path, Direction], Measured] = {}
-    for device in measured:
+    for device in chosen:
         for path in ways_of(bench, device):
             for direction in Direction:
                 try:
@@ -109,11 +111,11 @@ def calibrate_on(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         ways=ways,
         slice_bytes=size,
-        duplex={device: _duplex(bench, device) for device in measured},
+        duplex={device: _duplex(bench, device) for device in chosen},
     )
     several = {
         (device, direction): _several_ways(bench, known, device, direction)
-        for device in measured
+        for device in chosen
         if len(ways_of(bench, device)) > 1
         for direction in Direction
     }
