@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from memferry_allocator import Driver
+from memferry_transport import TransferFailedError
 from memferry_transport.options import MAX_HELPERS
 
 from ...errors import RankError
@@ -13,6 +15,27 @@ from ...helpers import NO_HELP, Help, reach, require_able, require_no_helper, sh
 from ...options import OffloadOptions
 from ...parallel import host_key
 from .parallel import Ranks
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+
+def require_arrived(runtime: Runtime) -> None:
+    """Before anything is updated, refuse what a lost helper has not brought: weights, or gradients.
+
+    Raises
+    ------
+    TransferFailedError
+        Device copies of weights are given up, for they may not be whole; nothing else was changed.
+    """
+    try:
+        runtime.memory.engine.require_arrived()
+    except TransferFailedError as error:
+        runtime.step_updates.skip()
+        runtime.memory.forget_copies()
+        raise TransferFailedError(
+            f"{error}. Nothing was updated: call optimizer.zero_grad() and repeat the iteration, without that device"
+        ) from error
 
 
 @dataclass(frozen=True)

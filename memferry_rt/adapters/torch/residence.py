@@ -14,7 +14,8 @@ from .tensors import TensorFactory
 class Residents:
     """Moves the state of layers into the device pool, and home again.
 
-    Its host pages stay the layer's: they are stale while it is resident, and get everything back.
+    Its host pages stay the layer's: they are stale while it is resident, and get everything back.  It goes over
+    the device's own link alone: of state that moves there is no other copy, should a helper be lost.
 
     Parameters
     ----------
@@ -38,7 +39,7 @@ class Residents:
         for layer in layers:
             state = self._slab(layer.state_span.nbytes, pool, stream)
             gradient = self._slab(layer.gradient_span.nbytes, pool, stream)
-            self._copy(state.span, layer.state_span, Direction.HOST_TO_DEVICE, stream)
+            self._engine.copy(state.span, layer.state_span, Direction.HOST_TO_DEVICE, stream=stream, direct=True)
             layer.residence = Residence(state, gradient)
             self.layers.append(layer)
             self._moved(layer)
@@ -56,7 +57,9 @@ class Residents:
         for layer in self.layers:
             residence, layer.residence = layer.residence, None
             assert residence is not None
-            self._copy(layer.state_span, residence.state.span, Direction.DEVICE_TO_HOST, stream)
+            self._engine.copy(
+                layer.state_span, residence.state.span, Direction.DEVICE_TO_HOST, stream=stream, direct=True
+            )
             self._left(layer, [residence.state, residence.gradient], pool, stream)
         for layer in self.summed:
             sums, layer.sums = layer.sums, None
@@ -65,10 +68,6 @@ class Residents:
         self.layers.clear()
         self.summed.clear()
         stream.synchronize()
-
-    def _copy(self, dst: Span, src: Span, direction: Direction, stream: Stream) -> None:
-        """Over the device's own link alone: where state changes hands, there is no other copy of it afterwards."""
-        self._engine.copy(dst, src, direction, stream=stream, direct=True)
 
     def _slab(self, nbytes: int, pool: DevicePool, stream: Stream) -> DeviceSlab:
         span = Span(pool.allocate(nbytes, stream=stream), nbytes)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from memferry_allocator import Driver, HostArena, Stream, View
-from memferry_transport import TransferFailedError
 
 from ...device_update import DeviceUpdate
 from ...errors import OffloadError, UnsupportedError
@@ -35,6 +34,7 @@ from .forward import ForwardScopes, scope_of
 from .gradient_slot import GradientSlot
 from .gradients import GradientFlow
 from .guards import ModelGuards
+from .helping import require_arrived
 from .layer import DeviceViews, Geometry, LayerState, ViewKey
 from .memory import DeviceMemory
 from .modes import GivenPlan, LayerPlan
@@ -354,7 +354,7 @@ class Runtime:
         self.gradients.end_use()
         self.gradients.deliver(present, changed_unseen=unseen)
         self.stalls.iteration(self.stream())
-        self._require_arrived()
+        require_arrived(self)
         if self.ranks is not None:
             scaling = self.ranks.agree_on_step(scaling, self.patch.settings())
         scale = gradient_scale(present, scaling, self.options.max_grad_norm)
@@ -375,18 +375,6 @@ class Runtime:
         self._adapt_pool()
         if self.autopilot is not None:
             self.autopilot.after_step()
-
-    def _require_arrived(self) -> None:
-        """Refuse to go on with what a lost helper has not brought: weights of this iteration, or its gradients."""
-        try:
-            self.memory.engine.require_arrived()
-        except TransferFailedError as error:
-            self.step_updates.skip()
-            self.memory.forget_copies()
-            raise TransferFailedError(
-                f"{error}. Nothing was updated: call optimizer.zero_grad() and repeat the iteration, without that "
-                "device"
-            ) from error
 
     def _finish_updates(self) -> None:
         """Wait for the updates in forward order, and start loading each layer as soon as it is new."""
