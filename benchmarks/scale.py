@@ -3,7 +3,8 @@
     python -m benchmarks.scale [--rows NAME,NAME] [--steps 8] [--limit SECONDS] [--out FILE]
 
 One GPU gets half of the machine's processors, as each of two has when both train.  The micro-batch of every GPU is
-the same.  ``1+1gpu`` is one that trains, and one that lends it its host link.  A row takes its place in the file when it is measured, with its date and its machine.
+the same.  ``1+1gpu`` is one that trains, and one that lends it its host link.  A row takes its place in the file
+when it is measured, with its date and its machine.
 ``--device emulated --preset tiny`` tries the benchmark out, and measures nothing.
 """
 

@@ -13,7 +13,7 @@ from memferry_transport.measure import MeasureOptions, calibrate
 from memferry_transport.topology import discover, prior_calibration
 
 SHORT = MeasureOptions(nbytes=32 << 20, samples=3, copies=4)  # some seconds for each helper
-EMULATED_SLICE = 4 << 20
+EMULATED_SLICE = 1 << 20
 
 
 @dataclass(frozen=True)
