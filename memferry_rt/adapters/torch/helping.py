@@ -34,8 +34,8 @@ def require_arrived(runtime: Runtime) -> None:
         runtime.step_updates.skip()
         runtime.memory.forget_copies()
         raise TransferFailedError(
-            f"{error}. Nothing was updated: call optimizer.zero_grad() and repeat the iteration, which will not use "
-            "that device"
+            f"{error}. Nothing was updated: call optimizer.zero_grad() and repeat the iteration; it will not use that "
+            "device"
         ) from error
 
 
