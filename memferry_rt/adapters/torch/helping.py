@@ -34,7 +34,7 @@ def require_arrived(runtime: Runtime) -> None:
         runtime.step_updates.skip()
         runtime.memory.forget_copies()
         raise TransferFailedError(
-            f"{error}. Nothing was updated: call optimizer.zero_grad() and repeat the iteration; it will not use that "
+            f"{error}. Nothing was updated: call optimizer.zero_grad() and repeat the iteration, now without that "
             "device"
         ) from error
 
