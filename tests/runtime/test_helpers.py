@@ -136,6 +136,12 @@ def test_auto_leaves_the_link_of_a_device_alone_that_has_begun_to_train(
 
 
 # -- what training gains, and what it does not change --------------------------------------------------------
+def some_slow(cases: Mapping[str, Any], *slow: str) -> list[Any]:
+    """Parameters by name, of which some are only tried where there is time."""
+    assert set(slow) <= set(cases)
+    return [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in slow)) for name, case in cases.items()]
+
+
 PLANS: dict[str, dict[str, Any]] = {
     "streamed": {},
     "cpu, asynchronous": {"optimizer_split": "cpu", "async_step": True},
@@ -147,7 +153,9 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize(
+    "options", some_slow(PLANS, "cpu, asynchronous", "micro-steps", "state streamed through the device")
+)
 def test_parameters_have_the_bits_of_plain_pytorch(
     options: dict[str, Any], small_slices: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,14 +278,14 @@ def _same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) ->
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-LOST: list[dict[str, Any]] = [
-    {"share": 2.0, "optimizer_split": "cpu"},
-    {"share": 3.0, "optimizer_split": 1.0},
-    {"spare_slabs": 3},
-]
+LOST: dict[str, dict[str, Any]] = {
+    "weights stay": {"share": 2.0, "optimizer_split": "cpu"},
+    "state on the device": {"share": 3.0, "optimizer_split": 1.0},
+    "early": {"spare_slabs": 3},
+}
 
 
-@pytest.mark.parametrize("options", LOST, ids=repr)
+@pytest.mark.parametrize("options", some_slow(LOST, "state on the device", "early"))
 def test_a_helper_lost_in_the_middle_costs_an_iteration_and_no_bit(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, small_slices: None
 ) -> None:
@@ -316,7 +324,7 @@ TROUBLE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("trouble", TROUBLE.values(), ids=TROUBLE)
+@pytest.mark.parametrize("trouble", some_slow(TROUBLE, "is refused for a while"))
 def test_a_helper_in_trouble_changes_no_bit(
     trouble: dict[str, Any], monkeypatch: pytest.MonkeyPatch, small_slices: None
 ) -> None:

@@ -55,7 +55,13 @@ def test_the_frozen_weights_of_a_large_model_take_two_bytes_each() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--checkpointing", "--dtype", "bf16"], ["--mode", "blocks.*=ring+inplace"], ["--tied"]]
+    "arguments",
+    [
+        ["--mode", "blocks.*=ring+inplace"],
+        pytest.param([], marks=pytest.mark.slow),
+        pytest.param(["--checkpointing", "--dtype", "bf16"], marks=pytest.mark.slow),
+        pytest.param(["--tied"], marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_has_the_bits_of_plain_pytorch(train: Command, arguments: list[str]) -> None:
     outcome = train("--steps", "3", "--verify", "--adapters", str(RANK), "--lr", "0.1", *arguments)
