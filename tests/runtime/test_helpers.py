@@ -146,7 +146,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "streamed": {},
     "cpu, asynchronous": {"optimizer_split": "cpu", "async_step": True},
     "early": {"spare_slabs": 3},
-    "state streamed through the device": {"optimizer_split": 1.0, "share": 2.0},
+    "state is streamed": {"optimizer_split": 1.0, "share": 2.0},
     "everything resident": {"optimizer_split": 1.0, "share": 8.0},
     "panels": {"plan": {"blocks.*": "ring+inplace", "embedding": "dha"}, "share": 1.0},
     "micro-steps": {"accumulate": 2},
