@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from memferry_rt.adapters.torch.convert import plan_layouts
+from memferry_rt.adapters.torch.cut import cut_layers
+from memferry_rt.adapters.torch.early import host_nbytes
 from memferry_tools.train.adapters import AdaptedLinear, add_adapters
 from memferry_tools.train.initial import model_on_cpu
 from memferry_tools.train.model import Decoder
@@ -49,9 +52,12 @@ def test_the_frozen_weights_of_a_large_model_take_two_bytes_each() -> None:
     with torch.device("meta"):
         model = Decoder(shape)
         add_adapters(model, 16)
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    assert frozen == shape.parameters
-    assert shape.adapter_parameters(16) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = {p: ("exp_avg", "exp_avg_sq") for p in model.parameters() if p.requires_grad}
+    assert shape.adapter_parameters(16) == sum(p.numel() for p in trained)
+    layouts, _ = plan_layouts(cut_layers(model, None), trained, torch.bfloat16)
+    at_home = host_nbytes(layouts, 0)
+    assert 2 * shape.parameters <= at_home <= 2.1 * shape.parameters
+    assert at_home == pytest.approx(2 * shape.parameters + 16 * shape.adapter_parameters(16), rel=1e-4)
 
 
 @pytest.mark.parametrize(

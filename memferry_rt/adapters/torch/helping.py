@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 from memferry_allocator import Driver
 from memferry_transport import TransferFailedError
@@ -112,7 +116,10 @@ def _help(options: OffloadOptions, driver: Driver, device: int, trained: list[in
 def _meet(options: OffloadOptions, driver: Driver, device: int, ranks: Ranks) -> list[_Seat]:
     named = () if options.helpers == "auto" else options.helpers
     names = {each: driver.device_info(each).uuid for each in named}
-    return ranks.gather(_Seat(host_key(), driver.device_info(device).uuid, names, bool(options.helpers)))
+    found = [_Seat(host_key(), driver.device_info(device).uuid, names, bool(options.helpers))] * ranks.size
+    with contextlib.nullcontext() if ranks.device is None else torch.cuda.device(ranks.device):
+        dist.all_gather_object(found, found[ranks.rank], group=ranks.group)
+    return found
 
 
 def _refuse_trained(seats: list[_Seat]) -> None:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -22,8 +22,6 @@ from ....errors import RankError, UnsupportedError
 from ....layout import LayerLayout
 from ....parallel import ArenaAddress, Board, BoardLayout, RankArena, Share, SharedWords, host_key
 from ..optimizer import AmpScaling
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,10 @@ class Ranks:
         """
         own = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
         mine = os.sched_getaffinity(0)
-        found = self.gather(_Told(dict(facts), own, host_key(), mine))
+        told = _Told(dict(facts), own, host_key(), mine)
+        found = [told] * self.size
+        with self._on_device():
+            dist.all_gather_object(found, told, group=self.group)
         if refusal is not None:
             raise refusal
         for rank, other in enumerate(found):
@@ -129,13 +130,6 @@ class Ranks:
                         f"ranks differ in {name}: rank 0 has {mine or 'none'}, rank {rank} has {other or 'none'}; "
                         "give every rank the same model, optimizer and options"
                     )
-
-    def gather(self, value: T) -> list[T]:
-        """What each rank gives, by rank."""
-        found = [value] * self.size
-        with self._on_device():
-            dist.all_gather_object(found, value, group=self.group)
-        return found
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.device is None else torch.cuda.device(self.device)
