@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -60,3 +60,9 @@ def step(model: Decoder, optimizer: torch.optim.Optimizer, number: int) -> None:
     next_token_loss(model, number).backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def some_slow(cases: Mapping[str, Any], *slow: str) -> list[Any]:
+    """Parameters by name, of which some are only tried where there is time."""
+    assert set(slow) <= set(cases)
+    return [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in slow)) for name, case in cases.items()]
