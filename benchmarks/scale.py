@@ -3,8 +3,7 @@
     python -m benchmarks.scale [--rows NAME,NAME] [--steps 8] [--limit SECONDS] [--out FILE]
 
 One GPU gets half of the machine's processors, as each of two has when both train.  The micro-batch of every GPU is
-the same.  ``1+1gpu`` is one that trains, and one that lends it its host link.  A row takes its place in the file
-when it is measured, with its date and its machine.
+the same.  A row takes its place in the file when it is measured, with its date and its machine.
 ``--device emulated --preset tiny`` tries the benchmark out, and measures nothing.
 """
 
@@ -33,8 +32,6 @@ class Job:
     system: str = "memferry"
     micro_batch: int = 8
     seq: int = 1024
-    helpers: int = 0  # GPUs beyond those that train, which lend their links
-    adapters: int = 0  # the rank of what alone trains; 0: everything does
 
 
 ROWS = {
@@ -42,11 +39,6 @@ ROWS = {
     for budget in ("6GiB", "24GiB")
     for gpus in (1, 2)
 } | {"llama-1b-deepspeed-2gpu": Job("llama-1b", "0", 2, "deepspeed")}
-for _helpers, _name in ((0, "1gpu"), (1, "1+1gpu")):
-    ROWS[f"llama-1b-6GiB-{_name}"] = Job("llama-1b", "6GiB", 1, helpers=_helpers)
-    ROWS[f"llama-7b-adapters-8GiB-{_name}"] = Job(
-        "llama-7b", "8GiB", 1, micro_batch=1, helpers=_helpers, adapters=16
-    )
 
 
 class Session:
@@ -97,19 +89,12 @@ class Session:
         if job.system == "deepspeed":
             return common
         memory = [] if self._preset else ["--device-memory", job.device_memory]
-        others = ["--helpers", ",".join(str(job.gpus + number) for number in range(job.helpers))]
-        adapters = ["--adapters", str(job.adapters)]
-        extra = [*(others if job.helpers else []), *(adapters if job.adapters else [])]
-        return ["train", *common, "--device", self._device, *memory, *extra]
+        return ["train", *common, "--device", self._device, *memory]
 
 
 def summarise(rows: dict[str, records.Row]) -> dict[str, Any]:
-    """The figures of every row, by name, how two GPUs compare with one, and one with a helper with one without."""
+    """The figures of every row, by name, and how two GPUs compare with one."""
     figures = {name: _figures(row) for name, row in rows.items()}
-    for name, mine in figures.items():
-        alone = figures.get(name.replace("-1+1gpu", "-1gpu"), {})
-        if rows[name]["job"].get("helpers") and "tokens_per_second" in alone.keys() & mine.keys():
-            mine["speedup_by_helper"] = mine["tokens_per_second"] / alone["tokens_per_second"]
     for name, mine in figures.items():
         one = figures.get(name.replace("-2gpu", "-1gpu"))
         if rows[name]["job"]["gpus"] == 1 or one is None or "host_bytes" not in one.keys() & mine.keys():
@@ -138,12 +123,7 @@ def _figures(row: records.Row) -> dict[str, Any]:
         "exposed_optimizer_s": times["update"] + times["step"],
         "exposed_copy_s": times["copy"],
         "streamed_share": report["streamed_parameters"] / report["parameters"],
-        "helper_bytes_per_step": _carried(report) // max(1, report["steps"]),
     }
-
-
-def _carried(report: dict[str, Any]) -> int:
-    return sum(helper["carried_in"] + helper["carried_out"] for helper in report.get("helpers", ()))
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from benchmarks import records, scale
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_two_ranks_on_the_emulated_device(tmp_path: Path) -> None:
     session = scale.Session("emulated", "tiny", 1, limit_s=240)
     file = records.Records(tmp_path / "scale.json", "scale", list(scale.ROWS), scale.summarise)
@@ -19,27 +20,6 @@ def test_two_ranks_on_the_emulated_device(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "scale.json").read_text())["summary"]["llama-1b-6GiB-2gpu"]
     assert figures["speedup"] > 0
     assert 1 <= figures["host_memory_ratio"] < 1.01
-
-
-@pytest.mark.slow
-def test_one_gpu_with_a_helper_on_the_emulated_device(tmp_path: Path) -> None:
-    session = scale.Session("emulated", "tiny", 1, limit_s=240)
-    file = records.Records(tmp_path / "scale.json", "scale", list(scale.ROWS), scale.summarise)
-    for name in ("llama-7b-adapters-8GiB-1gpu", "llama-7b-adapters-8GiB-1+1gpu"):
-        row = session.measure(scale.ROWS[name])
-        assert row["status"] == "ok", row
-        file.put(name, row)
-    figures = json.loads((tmp_path / "scale.json").read_text())["summary"]["llama-7b-adapters-8GiB-1+1gpu"]
-    assert figures["speedup_by_helper"] > 0
-    assert figures["helper_bytes_per_step"] > 0
-
-
-def test_a_row_with_a_helper_has_the_processors_of_the_one_without() -> None:
-    session = scale.Session("cuda", None, 8, limit_s=1)
-    alone, helped = (session.command(scale.ROWS[f"llama-7b-adapters-8GiB-{name}"]) for name in ("1gpu", "1+1gpu"))
-    assert [*helped[: helped.index("--helpers")], *helped[helped.index("--helpers") + 2 :]] == alone
-    assert helped[helped.index("--helpers") + 1] == "1"
-    assert alone[-2:] == ["--adapters", "16"]
 
 
 def test_one_gpu_has_half_of_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
