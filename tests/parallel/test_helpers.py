@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -85,3 +91,23 @@ def test_a_helper_that_a_rank_trains_on_is_refused_alike() -> None:
         assert second[number].startswith(text)
         assert first[number] == f"RankError: rank 1 refuses, and so do all: {second[number]}"
     assert first[4] == second[4] == "not refused"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("helpers", "expected"), [("auto", [2, 4, 6]), ("2,3", [2])])
+def test_processes_share_helpers_out(tmp_path: Path, helpers: str, expected: list[int]) -> None:
+    both, text = tmp_path / "both.json", tmp_path / "words.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    tiny = ["train", "--preset", "tiny", "--device", "emulated", "--data", str(text), "--seq", "16"]
+    launched = subprocess.run(
+        [*launcher, "-m", "memferry_tools", *tiny, "--steps", "1", "--helpers", helpers, "--json", str(both)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert launched.returncode == 0, launched.stderr
+    report = json.loads(both.read_text())["report"]
+    assert report["device"] == "emulated:0"
+    assert [helper["device"] for helper in report["helpers"]] == expected

@@ -67,24 +67,3 @@ def test_one_device_for_all_is_refused(
     assert capsys.readouterr().err.startswith(
         "memferry: rank 1: error: --device: cuda:0 would be the device of every"
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("helpers", "expected"), [("auto", [2, 4, 6]), ("2,3", [2])])
-def test_processes_share_helpers_out(
-    arguments: list[str], tmp_path: Path, helpers: str, expected: list[int]
-) -> None:
-    program, both = tmp_path / "small.py", tmp_path / "both.json"
-    program.write_text(_PROGRAM)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launched = subprocess.run(
-        [*launcher, str(program), *arguments, "--steps", "2", "--helpers", helpers, "--json", str(both)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert launched.returncode == 0, launched.stderr
-    report = json.loads(both.read_text())["report"]
-    assert report["device"] == "emulated:0"
-    assert [helper["device"] for helper in report["helpers"]] == expected

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from memferry_allocator import Direction, Driver, Span, Stream
 from memferry_transport import Transfer, TransferEngine
 
-from ...helpers import NO_HELP, Help
+from ...helpers import NO_HELP, Help, begin_training
 from ...traffic import LayerTraffic
 from .layer import LayerState
 
 
 class CountedEngine(TransferEngine):
     """Copies as `TransferEngine` does; what is submitted counts for the layer whose host memory it touches.
+
+    Until it is closed, its device is known as one on which a model trains.
 
     Parameters
     ----------
@@ -27,10 +29,15 @@ class CountedEngine(TransferEngine):
 
     def __init__(self, driver: Driver, device: int, layers: Sequence[LayerState], help: Help = NO_HELP) -> None:
         super().__init__(driver, device, options=help.options, calibration=help.calibration)
+        self._training = begin_training(driver, device, help.helpers if help.named else ())
         self._layers = layers
         fixed = [(span.ptr, span.nbytes, layer) for layer in layers for span in _fixed_slabs(layer)]
         self._slabs = sorted(fixed, key=lambda slab: slab[0])
         self._starts = [start for start, _, _ in self._slabs]
+
+    def close(self) -> None:
+        self._training.end()
+        super().close()
 
     def start(
         self,
@@ -70,20 +77,28 @@ class CountedEngine(TransferEngine):
         return LayerTraffic()
 
 
-class WeightCopier:
-    """Loads weights over every way; those made on the device it brings home over the device's own link alone.
+class SafeCopier:
+    """An engine's copies, some of them over the device's own link alone.
 
-    Of what is on its way home there may be no other copy, should a helper be lost.  A `memferry_allocator.Copier`.
+    Should a helper be lost, what it has not brought is copied once more from where it was; of what moves for good
+    there is no other copy then.  A `memferry_allocator.Copier`.
+
+    Parameters
+    ----------
+    engine : TransferEngine
+    direct : direction, one or several
+        Of which helpers carry nothing.
     """
 
-    def __init__(self, engine: TransferEngine) -> None:
+    def __init__(self, engine: TransferEngine, *direct: Direction) -> None:
         self._engine = engine
+        self._direct = direct
 
     def lane(self, direction: Direction) -> Stream:
         return self._engine.lane(direction)
 
     def copy(self, dst: Span, src: Span, direction: Direction, *, stream: Stream) -> Transfer:
-        return self._engine.copy(dst, src, direction, stream=stream, direct=direction is Direction.DEVICE_TO_HOST)
+        return self._engine.copy(dst, src, direction, stream=stream, direct=direction in self._direct)
 
 
 def _fixed_slabs(layer: LayerState) -> list[Span]:

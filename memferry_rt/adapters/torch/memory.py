@@ -15,7 +15,7 @@ from ...staging import StagingRing
 from ...streaming import StateStream
 from ...trace import AccessTrace
 from .budget import Budget
-from .counted import CountedEngine, WeightCopier
+from .counted import CountedEngine, SafeCopier
 from .layer import LayerState
 from .outgoing import Outgoing, open_moves
 from .residence import Residents
@@ -96,7 +96,9 @@ class DeviceMemory:
         self._measure = not factory.emulated  # whose clock knows nothing of the CPU's work
         self.budget = budget
         self.engine = CountedEngine(driver, device, layers, help)
-        self.space = ShadowSpace(driver, device, device_budget=budget.pool, copier=WeightCopier(self.engine))
+        self.space = ShadowSpace(
+            driver, device, device_budget=budget.pool, copier=SafeCopier(self.engine, Direction.DEVICE_TO_HOST)
+        )
         self.weights = self.space.buffer("weights", [layer.weight_span for layer in layers], fitting=False)
         for layer, partition in zip(layers, self.weights, strict=True):
             partition.name = layer.name
@@ -112,7 +114,7 @@ class DeviceMemory:
             settle=settle,
             ended=lambda layer: self.panels.forget(),
         )
-        self.residents = Residents(self.engine, factory, moved)
+        self.residents = Residents(SafeCopier(self.engine, *Direction), factory, moved)
         self.ring: StagingRing | None = None
         self.outgoing: Outgoing | None = None
         self.moves: DeviceMoves | None = None

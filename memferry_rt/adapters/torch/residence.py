@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from memferry_allocator import DevicePool, Direction, Span, Stream
-from memferry_transport import TransferEngine
+from memferry_allocator import Copier, DevicePool, Direction, Span, Stream
 
 from .layer import DeviceSlab, LayerState, Residence
 from .tensors import TensorFactory
@@ -14,20 +13,18 @@ from .tensors import TensorFactory
 class Residents:
     """Moves the state of layers into the device pool, and home again.
 
-    Its host pages stay the layer's: they are stale while it is resident, and get everything back.  It goes over
-    the device's own link alone: of state that moves there is no other copy, should a helper be lost.
+    Its host pages stay the layer's: they are stale while it is resident, and get everything back.
 
     Parameters
     ----------
-    engine : TransferEngine
+    engine : Copier
+        Of state that moves there is no other copy: over ways on which none is lost.
     factory : TensorFactory
     moved : callable
         Told of a layer whose state has another home now, while the memory of both is there.
     """
 
-    def __init__(
-        self, engine: TransferEngine, factory: TensorFactory, moved: Callable[[LayerState], None]
-    ) -> None:
+    def __init__(self, engine: Copier, factory: TensorFactory, moved: Callable[[LayerState], None]) -> None:
         self._engine = engine
         self._factory = factory
         self._moved = moved
@@ -39,7 +36,7 @@ class Residents:
         for layer in layers:
             state = self._slab(layer.state_span.nbytes, pool, stream)
             gradient = self._slab(layer.gradient_span.nbytes, pool, stream)
-            self._engine.copy(state.span, layer.state_span, Direction.HOST_TO_DEVICE, stream=stream, direct=True)
+            self._engine.copy(state.span, layer.state_span, Direction.HOST_TO_DEVICE, stream=stream)
             layer.residence = Residence(state, gradient)
             self.layers.append(layer)
             self._moved(layer)
@@ -57,9 +54,7 @@ class Residents:
         for layer in self.layers:
             residence, layer.residence = layer.residence, None
             assert residence is not None
-            self._engine.copy(
-                layer.state_span, residence.state.span, Direction.DEVICE_TO_HOST, stream=stream, direct=True
-            )
+            self._engine.copy(layer.state_span, residence.state.span, Direction.DEVICE_TO_HOST, stream=stream)
             self._left(layer, [residence.state, residence.gradient], pool, stream)
         for layer in self.summed:
             sums, layer.sums = layer.sums, None

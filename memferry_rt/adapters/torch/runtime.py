@@ -15,7 +15,7 @@ from memferry_allocator import Driver, HostArena, Stream, View
 
 from ...device_update import DeviceUpdate
 from ...errors import OffloadError, UnsupportedError
-from ...helpers import NO_HELP, Help, begin_training
+from ...helpers import NO_HELP, Help
 from ...options import OffloadOptions
 from ...pages import SlabPages
 from ...plan.modes import WeightMode
@@ -142,6 +142,7 @@ class Runtime:
             self.layers,
             budget,
             self.factory,
+            help=help,
             stream=self.stream,
             ready=self.updates.poll,
             settle=self.updates.wait,
@@ -150,7 +151,6 @@ class Runtime:
             update=update,
             read=self._read_panels,
             ahead=self._open_ahead,
-            help=help,
         )
         self._build_training(model)
         self._build_updates(update)
@@ -161,7 +161,6 @@ class Runtime:
         self.autopilot = Autopilot(self) if auto else None
         if ranks is not None:
             ranks.fence("offload()")  # the first has filled what all share
-        self._training = begin_training(driver, device, help.helpers if help.named else ())
 
     # -- set-up -----------------------------------------------------------------------------------------
     def _build_training(self, model: nn.Module) -> None:
@@ -591,7 +590,6 @@ class Runtime:
         with contextlib.ExitStack() as last_to_first:
             if self.ranks is not None:
                 last_to_first.callback(self.ranks.close)
-            last_to_first.callback(self._training.end)
             if self._own_stream is not None:
                 last_to_first.callback(self._own_stream.close)
             last_to_first.callback(self.arena.close)

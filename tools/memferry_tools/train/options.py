@@ -171,19 +171,6 @@ class TrainOptions:
         return replace(recipe, dtype=dtype, shape=shape)
 
 
-def _helpers(text: str | None) -> tuple[int, ...] | Literal["auto"]:
-    if text is None:
-        return ()
-    if text == "auto":
-        return "auto"
-    if _DEVICES.fullmatch(text) is None:
-        raise ToolError(f"--helpers: {text!r} is neither auto nor a list of devices; write for example 1,2")
-    found = tuple(int(number) for number in text.split(","))
-    if len(set(found)) < len(found):
-        raise ToolError(f"--helpers: {text} names a device twice")
-    return found
-
-
 def _size(text: str | None, name: str) -> int | None:
     return None if text is None else parse_size(text, name=name)
 
@@ -211,3 +198,16 @@ def _positive(number: float, name: str) -> float:
     if _finite(number, name) == 0:
         raise ToolError(f"{name}: it must be more than 0")
     return number
+
+
+def _helpers(text: str | None) -> tuple[int, ...] | Literal["auto"]:
+    if text is None:
+        return ()
+    if text == "auto":
+        return "auto"
+    if _DEVICES.fullmatch(text) is None:
+        raise ToolError(f"--helpers: {text!r} is neither auto nor a list of devices; write for example 1,2")
+    found = tuple(int(number) for number in text.split(","))
+    if len(set(found)) < len(found):
+        raise ToolError(f"--helpers: {text} names a device twice")
+    return found
