@@ -132,3 +132,19 @@ def test_a_helper_in_trouble_changes_no_bit(
     assert driver.count > 0
     assert repeated == 0
     assert _same(expected, found)
+
+
+def test_a_helper_without_memory_is_left_alone(monkeypatch: pytest.MonkeyPatch, small_slices: None) -> None:
+    expected, _ = _trained({"emulated": machine()})
+    driver = EmulatedDriver(machine(device_memory=16 << 20))
+    put_in(monkeypatch, driver)
+    taken = driver.malloc(1, driver.memory_info(1).free)
+    model, optimizer, runtime = offloaded(helpers=[1])
+    for number in range(4):
+        step(model, optimizer, number)
+    (helper,) = runtime.report().helpers
+    assert (helper.carried_in, helper.carried_out, helper.device_nbytes) == (0, 0, 0)
+    assert "left alone" in helper.health
+    assert _same(expected, runtime.master_parameters())
+    memferry_rt.restore(model)
+    driver.free(1, taken)
