@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from memferry_allocator import Driver, EmulatedDriver
-from memferry_transport import Calibration, Path
+from memferry_allocator import Driver, EmulatedDriver, MemFerryError
+from memferry_transport import Calibration, CalibrationError, Path
 from memferry_transport.calibration import load_calibration
 from memferry_transport.measure import MeasureOptions, calibrate
 from memferry_transport.topology import discover, prior_calibration
@@ -33,10 +33,9 @@ def find_costs(driver: Driver, device: int, helpers: Sequence[int]) -> Costs:
 
     Raises
     ------
-    CalibrationError, CorruptedError
-        What was kept cannot be read, or times or bytes make no sense.
-    DriverError
-        There is no room to measure.
+    CalibrationError
+        What was kept cannot be read, or nothing can be measured now: times or bytes make no sense, or there is no
+        room.
     """
     topology = discover(driver)
     if isinstance(driver, EmulatedDriver):
@@ -46,7 +45,13 @@ def find_costs(driver: Driver, device: int, helpers: Sequence[int]) -> Costs:
     if kept is not None and {Path(device), *(Path(device, helper) for helper in helpers)} <= _paths(kept):
         return Costs(_only(kept, device, helpers), f"costs as calibrated {kept.date}")
     began = time.perf_counter()
-    measured = calibrate(driver, topology, devices=(device, *helpers), targets=(device,), options=SHORT)
+    try:
+        measured = calibrate(driver, topology, devices=(device, *helpers), targets=(device,), options=SHORT)
+    except MemFerryError as error:
+        raise CalibrationError(
+            f"helpers: what their ways cost cannot be measured now ({error}); run `memferry bandwidth "
+            "--recalibrate` once, what it finds is used from then on"
+        ) from error
     seconds = time.perf_counter() - began
     return Costs(
         measured,

@@ -24,7 +24,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: File) -> EmulatedDriver:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(costs, "EmulatedDriver", AsReal)
     monkeypatch.setattr(costs, "SHORT", MeasureOptions(nbytes=512 << 10, samples=1, copies=1))
-    return EmulatedDriver(EmulatedOptions(device_count=3))
+    return EmulatedDriver(EmulatedOptions(device_count=3, device_memory=64 << 20))
 
 
 def test_they_are_measured_where_nothing_is_kept(driver: EmulatedDriver) -> None:
@@ -36,6 +36,15 @@ def test_they_are_measured_where_nothing_is_kept(driver: EmulatedDriver) -> None
     assert [driver.memory_info(device).free for device in range(3)] == free
     assert driver.registered == 0
     assert not calibration_path(discover(driver).machine).exists(), "a short measurement is not worth keeping"
+
+
+def test_where_nothing_can_be_measured_it_says_what_to_do(driver: EmulatedDriver) -> None:
+    taken = driver.malloc(1, driver.memory_info(1).free - (1 << 20))
+    with pytest.raises(CalibrationError, match=r"^helpers: .*run `memferry bandwidth --recalibrate` once"):
+        find_costs(driver, 1, [0])
+    driver.free(1, taken)
+    assert driver.memory_info(1).free == driver.memory_info(0).free
+    assert driver.registered == 0
 
 
 def test_what_is_kept_of_the_machine_is_taken(driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def find_help(options: OffloadOptions, driver: Driver, device: int, ranks: Ranks
     ------
     RankError
         A rank names a device that another trains on; with the same message on all ranks.
-    CalibrationError, CorruptedError, DriverError
+    CalibrationError
         The costs cannot be read or measured; the other ranks raise `RankError`.
     """
     if ranks is None:
