@@ -19,6 +19,7 @@ from .options import OffloadOptions
 
 if TYPE_CHECKING:
     from .adapters.torch import (
+        HelperReport,
         LayerReport,
         Lion,
         Report,
@@ -37,6 +38,7 @@ __all__ = [
     "BudgetError",
     "CheckpointError",
     "CheckpointInfo",
+    "HelperReport",
     "LayerReport",
     "Lion",
     "OffloadError",
@@ -59,6 +61,7 @@ __all__ = [
 ]
 
 _FROM_TORCH = (
+    "HelperReport",
     "LayerReport",
     "Lion",
     "Report",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from memferry_allocator import EmulatedOptions, InvalidRequestError, parse_size
 
@@ -26,6 +27,7 @@ class OffloadOptions:
     accumulate: int = 1
     accumulate_dtype: str | None = None
     numerics: str = "exact"
+    helpers: Literal["auto"] | tuple[int, ...] = ()
     emulated: EmulatedOptions | None = None
 
     @classmethod
@@ -45,6 +47,7 @@ class OffloadOptions:
         accumulate: int = 1,
         accumulate_dtype: str | None = None,
         numerics: str = "exact",
+        helpers: str | Sequence[int] | None = (),
         emulated: EmulatedOptions | None,
     ) -> OffloadOptions:
         """Options from what a user writes.
@@ -52,7 +55,7 @@ class OffloadOptions:
         Raises
         ------
         InvalidRequestError
-            A size, a norm or a share makes no sense.
+            A size, a norm, a share or a list of devices makes no sense.
         """
         if max_grad_norm is not None and not (max_grad_norm > 0 and math.isfinite(max_grad_norm)):
             raise InvalidRequestError(
@@ -72,6 +75,7 @@ class OffloadOptions:
             accumulate=_micro_steps(accumulate),
             accumulate_dtype=_accumulate_dtype(accumulate_dtype),
             numerics=_numerics(numerics),
+            helpers=_helpers(helpers),
             emulated=emulated,
         )
 
@@ -114,3 +118,20 @@ def _numerics(name: str) -> str:
     if name in ("exact", "relaxed"):
         return name
     raise InvalidRequestError(f"numerics: {name!r} is neither 'exact' nor 'relaxed'")
+
+
+def _helpers(helpers: Any) -> Literal["auto"] | tuple[int, ...]:
+    if helpers is None:
+        return ()
+    if isinstance(helpers, str):
+        if helpers == "auto":
+            return "auto"
+    elif isinstance(helpers, Sequence):
+        found = tuple(helpers)
+        if all(isinstance(device, int) and not isinstance(device, bool) and device >= 0 for device in found):
+            if len(set(found)) < len(found):
+                raise InvalidRequestError(f"helpers: {list(found)} names a device twice; name each once")
+            return found
+    raise InvalidRequestError(
+        f"helpers: {helpers!r} is neither 'auto' nor a sequence of device numbers; write for example [1, 2]"
+    )

@@ -113,7 +113,7 @@ def test_a_results_folder_without_permission(train: Command, monkeypatch: pytest
 
 
 def test_a_broken_driver(train: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(text: str) -> None:
+    def broken(text: str, **options: object) -> None:
         raise DriverError("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "init")
 
     monkeypatch.setattr(device_module, "open_device", broken)

@@ -1,5 +1,6 @@
 """MemFerry's transport: bytes between hosts and devices, on the fastest way the machine has."""
 
+from .borrowed import HelperUse
 from .calibration import Calibration, Measured
 from .cost import LinearCost
 from .engine import TransferEngine
@@ -26,6 +27,7 @@ __all__ = [
     "FaultKind",
     "FaultyDriver",
     "HealthReport",
+    "HelperUse",
     "InvalidTransferError",
     "LinearCost",
     "Measured",

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from memferry_allocator import Direction, Driver, Span, Stream, registrations
 from memferry_allocator.driver import require_stream
 
 from . import book
+from .borrowed import Borrowed, HelperUse
 from .calibration import Calibration
 from .errors import InvalidTransferError
 from .health import Health, HealthReport
 from .job import Job, QueuedTransfer
+from .lane import Lane
 from .multipath import MultiPath
 from .options import TransferOptions
 from .peers import Peers
@@ -27,18 +27,6 @@ from .shared_queue import SharedQueue
 from .transfer import Transfer
 
 IN, OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
-
-
-@dataclass(eq=False)
-class Lane:
-    """What an engine has for each direction: its own stream, and the queue of those who share in it."""
-
-    direction: Direction
-    stream: Stream
-    threshold: float
-    queue: SharedQueue
-    moved: int = 0
-    used: float = -math.inf  # when it was asked to carry something last
 
 
 class TransferEngine:
@@ -90,6 +78,7 @@ class TransferEngine:
         )
         self._registered = registrations(driver)
         self._between = 0
+        self._borrowed = Borrowed()
         self._begin = driver.create_event(device)  # of plain copies, recorded anew for each
         self._queued = self.options.mode == "queue"
         book.enter(driver, self)
@@ -126,7 +115,37 @@ class TransferEngine:
         paths = dict.fromkeys(path for direction in Direction for path in self._planner.paths(direction))
         return self._health.report(list(paths))
 
-    def copy(self, dst: Span, src: Span, direction: Direction | None = None, *, stream: Stream) -> Transfer:
+    def helpers(self) -> tuple[HelperUse, ...]:
+        """What each device whose link may be used has carried, and what of its memory is taken for that."""
+        paths = (path for direction in Direction for path in self._planner.paths(direction))
+        devices = dict.fromkeys(path.helper for path in paths if path.helper is not None)
+        with self._lock:
+            carried, staging = self._borrowed.carried, self._relays.staging_nbytes
+            return tuple(HelperUse(each, carried(each, IN), carried(each, OUT), staging(each)) for each in devices)
+
+    def require_arrived(self) -> None:
+        """Find out whether a helper was lost with bytes on their way, of any transfer so far.
+
+        Call it when everything asked for is waited for, and before what cannot be undone is done with the bytes:
+        who only orders streams behind a transfer is told by nobody else.
+
+        Raises
+        ------
+        TransferFailedError
+            One was, since the last call.  What it was to bring may not be there.
+        """
+        with self._lock:
+            self._borrowed.require_arrived()
+
+    def copy(
+        self,
+        dst: Span,
+        src: Span,
+        direction: Direction | None = None,
+        *,
+        stream: Stream,
+        direct: bool = False,
+    ) -> Transfer:
         """Copy one region.
 
         Parameters
@@ -137,6 +156,8 @@ class TransferEngine:
             None: as the addresses say, which may be from device to device.
         stream : Stream
             Whose order the transfer joins.
+        direct : bool
+            Over the device's own link alone: for bytes of which there is no other copy, should a helper be lost.
 
         Raises
         ------
@@ -147,7 +168,9 @@ class TransferEngine:
             gets later comes after them, so that both ranges may be used again in its order.
         """
         plain = self._copy_plainly(dst, src, direction, stream)
-        return self.copy_regions([(dst, src)], direction, stream=stream) if plain is None else plain
+        if plain is not None:
+            return plain
+        return self.copy_regions([(dst, src)], direction, stream=stream, direct=direct)
 
     def _copy_plainly(self, dst: Span, src: Span, direction: Direction | None, stream: Stream) -> Transfer | None:
         """A small copy of one piece, as most are: what it needs no list for costs it none; None if it is none."""
@@ -163,16 +186,26 @@ class TransferEngine:
             return self._copy_directly(((to, of, nbytes),), nbytes, lane, stream)
 
     def copy_regions(
-        self, regions: Sequence[tuple[Span, Span]], direction: Direction | None = None, *, stream: Stream
+        self,
+        regions: Sequence[tuple[Span, Span]],
+        direction: Direction | None = None,
+        *,
+        stream: Stream,
+        direct: bool = False,
     ) -> Transfer:
         """Copy many ``(dst, src)`` regions as one transfer.  Parameters and errors as for `copy`."""
-        transfer = self.start(regions, direction, stream=stream)
+        transfer = self.start(regions, direction, stream=stream, direct=direct)
         if self._queued:
             transfer.wait(stream)
         return transfer
 
     def start(
-        self, regions: Sequence[tuple[Span, Span]], direction: Direction | None = None, *, stream: Stream
+        self,
+        regions: Sequence[tuple[Span, Span]],
+        direction: Direction | None = None,
+        *,
+        stream: Stream,
+        direct: bool = False,
     ) -> Transfer:
         """Start a transfer after what `stream` holds, without a promise about what it gets later.
 
@@ -194,7 +227,7 @@ class TransferEngine:
             nbytes += dst.nbytes
         with self._lock:
             lane.used = self._clock()
-            if nbytes >= lane.threshold:
+            if nbytes >= lane.threshold and not direct:
                 transfer = self._copy_over_several(pieces, nbytes, lane, stream)
                 if transfer is not None:
                     return transfer
@@ -216,6 +249,7 @@ class TransferEngine:
         transfer = ways.carry(pieces, nbytes, lane.direction, stream)
         if transfer is not None:
             lane.moved += nbytes
+            self._borrowed.note(lane.direction, transfer.ways)
         return transfer
 
     def _copy_directly(
@@ -237,6 +271,7 @@ class TransferEngine:
             if job.error is None:
                 self._multi_path.blame(job.runs)
                 lane.moved += sum(share.nbytes for share in job.shares)
+                self._borrowed.note(direction, job.shares)
 
         stream = self.driver.create_stream(self.device)
         outstanding = self.options.outstanding

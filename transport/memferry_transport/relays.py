@@ -50,6 +50,11 @@ class Relays:
             self._health.suspend(path, str(error))
         return None
 
+    def staging_nbytes(self, helper: int) -> int:
+        """Memory of a helper that is taken now."""
+        staged = sum(path.helper == helper and not path.by_kernel for path, _ in self._relays)
+        return staged * self._buffers * self._slice_bytes
+
     def _made(self, path: Path, helper: int, direction: Direction) -> Relay | KernelRelay:
         if path.by_kernel:
             return KernelRelay(self._driver, helper, direction, self._blocks)

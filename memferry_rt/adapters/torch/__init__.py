@@ -3,10 +3,11 @@
 from .checkpoint import load, save
 from .lion import Lion
 from .offload import offload, plan_of, restore, runtime_of, set_plan, synchronize
-from .report import LayerReport, Report
+from .report import HelperReport, LayerReport, Report
 from .runtime import Runtime
 
 __all__ = [
+    "HelperReport",
     "LayerReport",
     "Lion",
     "Report",

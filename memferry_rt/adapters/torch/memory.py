@@ -9,12 +9,13 @@ from memferry_allocator import Direction, Driver, Event, Mode, Place, ShadowSpac
 from ...cache import LayerCache
 from ...device_kernels import DeviceMoves
 from ...device_update import DeviceUpdate
+from ...helpers import NO_HELP, Help
 from ...plan.modes import GradientMode
 from ...staging import StagingRing
 from ...streaming import StateStream
 from ...trace import AccessTrace
 from .budget import Budget
-from .counted import CountedEngine
+from .counted import CountedEngine, SafeCopier
 from .layer import LayerState
 from .outgoing import Outgoing, open_moves
 from .residence import Residents
@@ -46,6 +47,8 @@ class DeviceMemory:
         The kernel that state is streamed through.
     read, ahead : callable
         Open a layer's host pages for the current stream; see `WeightPanels`.
+    help : Help
+        Devices that lend their links.
 
     Attributes
     ----------
@@ -81,6 +84,7 @@ class DeviceMemory:
         update: DeviceUpdate | None,
         read: Callable[[LayerState], View],
         ahead: Callable[[LayerState], View | None],
+        help: Help = NO_HELP,
     ) -> None:
         self._driver = driver
         self._device = device
@@ -91,8 +95,10 @@ class DeviceMemory:
         self._factory = factory
         self._measure = not factory.emulated  # whose clock knows nothing of the CPU's work
         self.budget = budget
-        self.engine = CountedEngine(driver, device, layers)
-        self.space = ShadowSpace(driver, device, device_budget=budget.pool, copier=self.engine)
+        self.engine = CountedEngine(driver, device, layers, help)
+        self.space = ShadowSpace(
+            driver, device, device_budget=budget.pool, copier=SafeCopier(self.engine, Direction.DEVICE_TO_HOST)
+        )
         self.weights = self.space.buffer("weights", [layer.weight_span for layer in layers], fitting=False)
         for layer, partition in zip(layers, self.weights, strict=True):
             partition.name = layer.name
@@ -108,7 +114,7 @@ class DeviceMemory:
             settle=settle,
             ended=lambda layer: self.panels.forget(),
         )
-        self.residents = Residents(self.engine, factory, moved)
+        self.residents = Residents(SafeCopier(self.engine, *Direction), factory, moved)
         self.ring: StagingRing | None = None
         self.outgoing: Outgoing | None = None
         self.moves: DeviceMoves | None = None
@@ -147,6 +153,12 @@ class DeviceMemory:
     def bring_home(self, layer: LayerState) -> None:
         """Block until a layer's weights at home are the newest, whoever made them; its update is over."""
         self.weights[layer.index].acquire(Place.HOST, Mode.READ).release()
+
+    def forget_copies(self) -> None:
+        """Give up the device copies of weights, which come from home again: they may not be whole."""
+        self.panels.forget()
+        for layer in self._layers:
+            self.cache.evict(layer.index)
 
     def drop(self) -> None:
         """Give everything back to the pool, after bringing home what is newer there."""

@@ -22,6 +22,7 @@ from .budget import Budget
 from .convert import Materialiser, ParameterInit, plan_layouts
 from .cut import cut_layers
 from .early import host_nbytes, spares_within
+from .helping import find_help, refuse_helpers
 from .layer import Geometry
 from .modes import GivenPlan, LayerPlan
 from .parallel import Ranks, facts, options_of_rank, refuse_unshared
@@ -57,6 +58,7 @@ def offload(
     param_init_fn: ParameterInit | None = None,
     plan: GivenPlan | None = None,
     numerics: str = "exact",
+    helpers: str | Sequence[int] | None = (),
     emulated: EmulatedOptions | None = None,
     process_group: Any = None,
 ) -> tuple[M, O]:
@@ -126,6 +128,11 @@ def offload(
     numerics : str
         ``"exact"``: panels of weights and gradients are used where a trial shows that they give PyTorch's very
         bits; elsewhere the whole is read or made.  ``"relaxed"``: always.
+    helpers : sequence of int or "auto"
+        Devices that do not train and lend their host links: they carry a share of weights inward and gradients
+        outward, over the link between the devices.  ``"auto"``: those that nobody of the group trains on and that
+        have peer access, shared out evenly between ranks, each as long as it is idle; none if there are none.
+        Devices that are named are used whatever they do.  It never changes the result.
     emulated : EmulatedOptions, optional
         The machine to emulate.
     process_group : ProcessGroup, optional
@@ -151,6 +158,8 @@ def offload(
         No such device, or its driver does not work.
     InvalidRequestError
         A size or number that makes no sense.
+    CalibrationError
+        What the ways over helpers cost cannot be read or measured.  Nothing was changed.
     RankError
         Another rank has refused, or has something else than this one; nothing was allocated or changed.
     """
@@ -173,6 +182,7 @@ def offload(
             accumulate=accumulate,
             accumulate_dtype=None if accumulate_dtype is None else str(accumulate_dtype).removeprefix("torch."),
             numerics=numerics,
+            helpers=helpers,
             emulated=emulated,
         )
         options = options if ranks is None else options_of_rank(options, ranks)
@@ -181,6 +191,7 @@ def offload(
         cuts, layouts = prepared.planning.cuts, prepared.planning.layouts
         alike = facts(options, optimizer, cuts, layouts, prepared.geometries, prepared.budget)
         ranks.agree(alike | {"the modes of layers": repr(prepared.plans)})
+    help = find_help(prepared.options, prepared.driver, prepared.device, ranks)
     with contextlib.nullcontext() if ranks is None else ranks.told():
         runtime = Runtime(
             model,
@@ -198,6 +209,7 @@ def offload(
             ranks,
             plan,
             auto,
+            help,
         )
     prepared.budget.begin()
     model.__dict__[_ATTRIBUTE] = runtime
@@ -238,6 +250,7 @@ def _prepare(
     if ranks is not None:
         refuse_unshared(optimizer, in_parts=rule.in_parts)
     driver, ordinal = open_device(options.device, emulated=_machine(options))
+    refuse_helpers(options, driver, ordinal)
     updated = {
         parameter: rule.state_keys(group, parameter)
         for group in optimizer.param_groups

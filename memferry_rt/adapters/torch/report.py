@@ -40,6 +40,27 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class HelperReport:
+    """A device that lends its host link.
+
+    Attributes
+    ----------
+    carried_in, carried_out : int
+        Bytes submitted to it so far: weights into device memory, and gradients out of it.
+    device_nbytes : int
+        Its memory that is taken for that now; its context comes on top.
+    health : str
+        Of its ways, in words.
+    """
+
+    device: int
+    carried_in: int
+    carried_out: int
+    device_nbytes: int
+    health: str
+
+
+@dataclass(frozen=True)
 class Report:
     """What is where, in bytes, and what has happened.
 
@@ -68,6 +89,9 @@ class Report:
         What is done otherwise than the plan has it.
     per_layer : tuple of LayerReport
         In forward order.
+    helpers : tuple of HelperReport
+    helpers_note : str
+        How they were chosen, and where the costs of their ways come from; empty where nobody has asked for any.
     """
 
     device: str
@@ -98,6 +122,13 @@ class Report:
     plan_source: str
     plan_notes: tuple[str, ...]
     per_layer: tuple[LayerReport, ...]
+    helpers: tuple[HelperReport, ...]
+    helpers_note: str
+
+    @property
+    def helper_nbytes(self) -> int:
+        """Bytes that helpers have carried so far, both ways."""
+        return sum(helper.carried_in + helper.carried_out for helper in self.helpers)
 
     @property
     def host_nbytes_per_parameter(self) -> float:

@@ -6,10 +6,11 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from memferry_allocator import Direction
+from memferry_transport import Path
 
 from .layer import LayerState
 from .planned import notes_of
-from .report import LayerReport, Report
+from .report import HelperReport, LayerReport, Report
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -48,6 +49,8 @@ def report_of(runtime: Runtime) -> Report:
         plan_source=runtime.plan_source,
         plan_notes=plan_notes(runtime),
         per_layer=tuple(_layer_report(runtime, layer) for layer in runtime.layers),
+        helpers=_helpers(runtime),
+        helpers_note=runtime.help.note,
     )
 
 
@@ -58,6 +61,25 @@ def plan_notes(runtime: Runtime) -> tuple[str, ...]:
         return auto
     streaming = runtime.memory.streaming is not None
     return (*auto, *notes_of(runtime.plan, runtime.options, spares=runtime.spares, streaming=streaming))
+
+
+def _helpers(runtime: Runtime) -> tuple[HelperReport, ...]:
+    engine = runtime.memory.engine
+    if not runtime.help.helpers:
+        return ()
+    ways = engine.health().paths
+    return tuple(
+        HelperReport(
+            device=use.device,
+            carried_in=use.bytes_in,
+            carried_out=use.bytes_out,
+            device_nbytes=use.staging_nbytes,
+            health="; ".join(
+                str(way) for way in ways if isinstance(way.path, Path) and way.path.helper == use.device
+            ),
+        )
+        for use in engine.helpers()
+    )
 
 
 def _layer_report(runtime: Runtime, layer: LayerState) -> LayerReport:

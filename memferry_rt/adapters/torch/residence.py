@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from memferry_allocator import DevicePool, Direction, Span, Stream
-from memferry_transport import TransferEngine
+from memferry_allocator import Copier, DevicePool, Direction, Span, Stream
 
 from .layer import DeviceSlab, LayerState, Residence
 from .tensors import TensorFactory
@@ -18,15 +17,14 @@ class Residents:
 
     Parameters
     ----------
-    engine : TransferEngine
+    engine : Copier
+        Of state that moves there is no other copy: over ways on which none is lost.
     factory : TensorFactory
     moved : callable
         Told of a layer whose state has another home now, while the memory of both is there.
     """
 
-    def __init__(
-        self, engine: TransferEngine, factory: TensorFactory, moved: Callable[[LayerState], None]
-    ) -> None:
+    def __init__(self, engine: Copier, factory: TensorFactory, moved: Callable[[LayerState], None]) -> None:
         self._engine = engine
         self._factory = factory
         self._moved = moved

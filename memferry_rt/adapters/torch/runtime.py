@@ -15,6 +15,7 @@ from memferry_allocator import Driver, HostArena, Stream, View
 
 from ...device_update import DeviceUpdate
 from ...errors import OffloadError, UnsupportedError
+from ...helpers import NO_HELP, Help
 from ...options import OffloadOptions
 from ...pages import SlabPages
 from ...plan.modes import WeightMode
@@ -33,6 +34,7 @@ from .forward import ForwardScopes, scope_of
 from .gradient_slot import GradientSlot
 from .gradients import GradientFlow
 from .guards import ModelGuards
+from .helping import require_arrived
 from .layer import DeviceViews, Geometry, LayerState, ViewKey
 from .memory import DeviceMemory
 from .modes import GivenPlan, LayerPlan
@@ -80,11 +82,13 @@ class Runtime:
         ranks: Ranks | None = None,
         plan: GivenPlan | None = None,
         auto: bool = False,
+        help: Help = NO_HELP,
     ) -> None:
         self.model = model
         self.options = options
         self.driver = driver
         self.device = device
+        self.help = help
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.steps = 0
@@ -138,6 +142,7 @@ class Runtime:
             self.layers,
             budget,
             self.factory,
+            help=help,
             stream=self.stream,
             ready=self.updates.poll,
             settle=self.updates.wait,
@@ -348,6 +353,7 @@ class Runtime:
         self.gradients.end_use()
         self.gradients.deliver(present, changed_unseen=unseen)
         self.stalls.iteration(self.stream())
+        require_arrived(self)
         if self.ranks is not None:
             scaling = self.ranks.agree_on_step(scaling, self.patch.settings())
         scale = gradient_scale(present, scaling, self.options.max_grad_norm)

@@ -84,6 +84,16 @@ def command(
         str | None, typer.Option(help="Go on from the checkpoint in this folder, to --steps steps in all.")
     ] = None,
     json: Annotated[str | None, typer.Option(help="Write settings, machine, samples and summary here.")] = None,
+    helpers: Annotated[
+        str | None,
+        typer.Option(
+            help="Devices that do not train and lend their links to those that do, e.g. 1,2; auto takes idle ones."
+        ),
+    ] = None,
+    adapters: Annotated[
+        int | None,
+        typer.Option(help="Train low-rank adapters of this rank on the attention projections, and nothing else."),
+    ] = None,
 ) -> int:
     """Train a Llama-like language model through a budget of device memory."""
     settings = dict(locals())  # the options, by their names

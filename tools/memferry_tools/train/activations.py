@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memferry_allocator.sizes import align_up
 
-from .model import Decoder
+from .initial import build_model
 from .recipe import Recipe
 from .storages import StorageLives
 
@@ -40,10 +40,10 @@ def torch_memory(recipe: Recipe) -> int:
     try:
         with FakeTensorMode():
             torch.set_default_dtype(getattr(torch, recipe.dtype))
-            model = Decoder(recipe.shape, checkpointing=recipe.checkpointing)
+            model = build_model(recipe)
             torch.set_default_dtype(torch.float32)
             tokens = torch.zeros(recipe.micro_batch, recipe.seq, dtype=torch.int64)
-            for parameter in model.parameters():
+            for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
                 parameter.register_post_accumulate_grad_hook(_leave)
             count = _PeakBytes()
             with StorageLives(count.made, count.gone, known=model.parameters()):

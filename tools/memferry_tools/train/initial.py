@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
+from .adapters import LAST, add_adapters, name_in_base
 from .model import Decoder
 from .recipe import Recipe
 
@@ -37,10 +38,13 @@ class FirstWeights:
     def __call__(self, module: nn.Module) -> None:
         """Give the module's own parameters, which have memory, their first values."""
         for parameter in module.parameters(recurse=False):
+            name = self._names[parameter]
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
+            elif name.endswith(LAST):
+                parameter.zero_()
             else:
-                self._fill(parameter, self._names[parameter])
+                self._fill(parameter, name_in_base(name))
 
     def _fill(self, parameter: torch.Tensor, name: str) -> None:
         std = self._residual_std if name.endswith(("attention.out.weight", "ffn.down.weight")) else STD
@@ -56,10 +60,18 @@ class FirstWeights:
             list(pool.map(fill, range(len(pieces))))
 
 
+def build_model(recipe: Recipe) -> Decoder:
+    """The model, with weights that are not its first ones yet."""
+    model = Decoder(recipe.shape, checkpointing=recipe.checkpointing)
+    if recipe.adapters is not None:
+        add_adapters(model, recipe.adapters)
+    return model
+
+
 def model_on_meta(recipe: Recipe) -> Decoder:
     """The model without memory for its weights."""
     with torch.device("meta"):
-        return Decoder(recipe.shape, checkpointing=recipe.checkpointing)
+        return build_model(recipe)
 
 
 def model_on_cpu(recipe: Recipe) -> Decoder:

@@ -28,7 +28,7 @@ from .results import check_writable, results, write_results
 from .text import read_text
 from .tokens import tokenise
 from .verify import Comparison, compare
-from .workers import Workers, device_of, joined
+from .workers import Workers, device_of, helpers_of, joined
 
 
 def run(options: TrainOptions) -> int:
@@ -41,7 +41,7 @@ def run(options: TrainOptions) -> int:
     """
     check_writable(options.json)
     check_savable(options.save, options.resume)
-    device = device_of(options.device)
+    device = device_of(options.device, helped=bool(options.helpers))
     try:
         with deterministic_kernels() if options.verify else nullcontext():
             return _run(options, device)
@@ -52,7 +52,7 @@ def run(options: TrainOptions) -> int:
 
 
 def _run(options: TrainOptions, device: str) -> int:
-    target = find_target(device)
+    target = find_target(device, helped=bool(options.helpers))
     with joined(target.torch_device) as workers:
         if workers.size > 1 and options.verify:
             raise ToolError("--verify: plain PyTorch is one process; leave it out, or start one process")
@@ -106,6 +106,7 @@ def _train(
         plan=_plan(options, recipe),
         async_step=options.async_step,
         workers=workers,
+        helpers=helpers_of(options.helpers),
     )
     with OffloadedTraining(recipe, batches, placement, options.resume) as training:
 

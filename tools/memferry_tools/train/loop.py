@@ -19,11 +19,15 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step gave: the loss of every micro-batch, the norm before clipping, device bytes at most so far."""
+    """What one step gave: the loss of every micro-batch, the norm before clipping, device bytes at most so far.
+
+    And the bytes that helpers have carried since the step before.
+    """
 
     losses: list[float]
     grad_norm: float | None
     device_peak_bytes: int | None
+    helper_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Sample:
     seconds: float
     tokens_per_second: float
     device_peak_bytes: int | None
+    helper_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,7 @@ def run_steps(
             seconds=seconds,
             tokens_per_second=recipe.tokens_per_step / seconds,
             device_peak_bytes=result.device_peak_bytes,
+            helper_bytes=result.helper_bytes,
         )
         losses += result.losses
         samples.append(sample)

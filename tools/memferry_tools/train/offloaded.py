@@ -27,7 +27,13 @@ from .workers import ALONE, Workers
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a run's state may lie, in bytes, and a plan or the modes of layers; None takes the default."""
+    """Where a run's state may lie, in bytes, and a plan or the modes of layers; None takes the default.
+
+    Attributes
+    ----------
+    helpers : str or tuple of int
+        Devices that help the one of this process, as `memferry_rt.offload` reads them.
+    """
 
     target: Target
     device_memory: int | None = None
@@ -36,6 +42,7 @@ class Placement:
     plan: str | Plan | None = None
     async_step: bool = True
     workers: Workers = ALONE
+    helpers: str | tuple[int, ...] = ()
 
 
 class OffloadedTraining:
@@ -63,6 +70,7 @@ class OffloadedTraining:
         self._placement = placement
         self._resume = resume
         self._interrupts = Interrupts()
+        self._helped = 0  # bytes that helpers have carried so far
 
     def __enter__(self) -> OffloadedTraining:
         self._interrupts.__enter__()
@@ -107,7 +115,8 @@ class OffloadedTraining:
         except torch.OutOfMemoryError as error:
             raise explain_out_of_memory(error, self._placement.target, self._recipe, self._runtime) from error
         report = self._runtime.report()
-        return StepResult(values, report.grad_norm, report.device_peak)
+        before, self._helped = self._helped, report.helper_nbytes
+        return StepResult(values, report.grad_norm, report.device_peak, self._helped - before)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """See `Training`."""
@@ -129,9 +138,8 @@ class OffloadedTraining:
     def _build(self) -> None:
         recipe, placement = self._recipe, self._placement
         self._model = model_on_meta(recipe)
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True
-        )
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)
         budget = placement.device_memory or placement.workers.least(
             default_device_memory(placement.target, recipe)
         )
@@ -179,4 +187,6 @@ class OffloadedTraining:
             param_init_fn=initialise,
             process_group=self._placement.workers.group,
             plan=self._placement.plan,
+            helpers=self._placement.helpers,
+            emulated=self._placement.target.machine,
         )

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from memferry_allocator import parse_size
 
@@ -14,6 +15,7 @@ from .presets import find_preset
 from .recipe import Recipe
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_DEVICES = re.compile(r"\d{1,9}(,\d{1,9})*")
 _DEVICE = re.compile(r"auto|cuda(:\d+)?|emulated(:\d+)?")
 
 
@@ -42,6 +44,8 @@ class TrainOptions:
         Folders of checkpoints.
     save_every : int or None
         Steps between two saves; None saves at the end only.
+    helpers : tuple of int, or "auto"
+        Devices that lend their links, for all processes of this host together.
     """
 
     preset: str
@@ -61,6 +65,7 @@ class TrainOptions:
     save_every: int | None
     resume: Path | None
     json: Path | None
+    helpers: tuple[int, ...] | Literal["auto"] = ()
 
     @classmethod
     def build(
@@ -93,6 +98,8 @@ class TrainOptions:
         save_every: int | None = None,
         resume: str | None = None,
         json: str | None = None,
+        helpers: str | None = None,
+        adapters: int | None = None,
     ) -> TrainOptions:
         """Options from what a user writes.
 
@@ -125,6 +132,7 @@ class TrainOptions:
             max_grad_norm=_finite(max_grad_norm, "--max-grad-norm") or None,
             seed=_at_least(0, seed, 0, "--seed"),
             accumulate_dtype=DTYPES.get(accumulate_dtype),
+            adapters=None if adapters is None else _at_least(1, adapters, 1, "--adapters"),
         )
         return cls(
             preset=preset,
@@ -144,6 +152,7 @@ class TrainOptions:
             save_every=None if save_every is None else _at_least(1, save_every, 1, "--save-every"),
             resume=_path(resume, "--resume"),
             json=_path(json, "--json"),
+            helpers=_helpers(helpers),
         )
 
     def settle(self, *, emulated: bool, vocabulary: int) -> Recipe:
@@ -189,3 +198,16 @@ def _positive(number: float, name: str) -> float:
     if _finite(number, name) == 0:
         raise ToolError(f"{name}: it must be more than 0")
     return number
+
+
+def _helpers(text: str | None) -> tuple[int, ...] | Literal["auto"]:
+    if text is None:
+        return ()
+    if text == "auto":
+        return "auto"
+    if _DEVICES.fullmatch(text) is None:
+        raise ToolError(f"--helpers: {text!r} is neither auto nor a list of devices; write for example 1,2")
+    found = tuple(int(number) for number in text.split(","))
+    if len(set(found)) < len(found):
+        raise ToolError(f"--helpers: {text} names a device twice")
+    return found

@@ -33,6 +33,11 @@ class ModelShape:
         tables = (1 if self.tied else 2) * self.vocabulary * self.hidden
         return self.layers * block + tables + self.hidden
 
+    def adapter_parameters(self, rank: int) -> int:
+        """How many parameters adapters of a rank have on the attention projections of all blocks."""
+        ends = (self.hidden + 3 * self.hidden) + (self.hidden + self.hidden)  # of qkv, and of out
+        return self.layers * rank * ends
+
 
 @dataclass(frozen=True)
 class Preset:

@@ -31,6 +31,8 @@ class Recipe:
         In what micro-batches' gradients are summed; None for `dtype`.
     ranks : int
         Processes that train together, each on `accumulate` micro-batches of every step.
+    adapters : int or None
+        The rank of the adapters that alone train; None where all parameters do.
     """
 
     shape: ModelShape
@@ -46,17 +48,28 @@ class Recipe:
     seed: int
     accumulate_dtype: str | None = None
     ranks: int = 1
+    adapters: int | None = None
 
     @property
     def tokens_per_step(self) -> int:
         return self.micro_batch * self.seq * self.accumulate * self.ranks
 
     @property
+    def parameters(self) -> int:
+        """How many parameters the model has, adapters among them."""
+        return self.shape.parameters + (0 if self.adapters is None else self.trained_parameters)
+
+    @property
+    def trained_parameters(self) -> int:
+        """How many of them are trained."""
+        return self.shape.parameters if self.adapters is None else self.shape.adapter_parameters(self.adapters)
+
+    @property
     def weight_nbytes(self) -> int:
         """Bytes of the weights in the compute dtype."""
-        return self.shape.parameters * (4 if self.dtype == "float32" else 2)
+        return self.parameters * (4 if self.dtype == "float32" else 2)
 
     @property
     def gradient_nbytes(self) -> int:
         """Bytes of the gradients as they are summed."""
-        return self.shape.parameters * (4 if "float32" in (self.dtype, self.accumulate_dtype) else 2)
+        return self.trained_parameters * (4 if "float32" in (self.dtype, self.accumulate_dtype) else 2)

@@ -32,7 +32,7 @@ class PlainTraining:
         self._batches = batches
         self._device = device
         self._model = model_on_cpu(recipe)
-        self._weights = dict(self._model.named_parameters())
+        self._weights = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
         self._masters = self._weights
         dtype: torch.dtype = getattr(torch, recipe.dtype)
         if device.type != "cpu" or dtype != torch.float32:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memferry_allocator import format_size
-from memferry_rt import Report
+from memferry_rt import HelperReport, Report
 
 from ..screen import Row
 from .device import Target
@@ -27,6 +27,7 @@ def plan_rows(options: TrainOptions, recipe: Recipe, tokens: Tokens, target: Tar
             f"{options.preset}: {shape.parameters:,} parameters; {shape.layers} blocks, hidden {shape.hidden}, "
             f"feed-forward {shape.ffn}, {shape.heads} heads, vocabulary {shape.vocabulary}, {tying}",
         ),
+        *_adapter_rows(recipe),
         ("text", f"{tokens.source}: {len(tokens.ids):,} tokens"),
         (
             "steps",
@@ -39,6 +40,13 @@ def plan_rows(options: TrainOptions, recipe: Recipe, tokens: Tokens, target: Tar
         ),
         ("device", _device_text(target)),
     ]
+
+
+def _adapter_rows(recipe: Recipe) -> list[Row]:
+    if recipe.adapters is None:
+        return []
+    text = f"of rank {recipe.adapters} on the attention projections: {recipe.trained_parameters:,} parameters"
+    return [("adapters", f"{text}, which alone train")]
 
 
 def _ranks_text(recipe: Recipe) -> str:
@@ -70,6 +78,7 @@ def placement_rows(report: Report, recipe: Recipe) -> list[Row]:
             f"{report.host_nbytes_per_parameter:.1f} bytes a parameter",
         ),
         ("layers", f"{report.layers}, each moved as one piece"),
+        *([("helpers", report.helpers_note)] if report.helpers_note else []),
     ]
 
 
@@ -77,9 +86,10 @@ def step_text(sample: Sample, steps: int) -> str:
     """One step."""
     norm = "" if sample.grad_norm is None else f"  gradient norm {sample.grad_norm:8.4f}"
     memory = "" if sample.device_peak_bytes is None else f"  device {format_size(sample.device_peak_bytes)}"
+    helped = f"  helpers {format_size(sample.helper_bytes)}" if sample.helper_bytes else ""
     return (
         f"step {sample.step:>{len(str(steps))}}/{steps}  loss {sample.loss:.4f}{norm}"
-        f"  {sample.tokens_per_second:,.0f} tokens/s{memory}"
+        f"  {sample.tokens_per_second:,.0f} tokens/s{memory}{helped}"
     )
 
 
@@ -110,6 +120,7 @@ def summary_rows(run: Run, report: Report, recipe: Recipe, target: Target) -> li
             f"{format_size(report.host_to_device_nbytes)} to the device, "
             f"{format_size(report.device_to_host_nbytes)} back",
         ),
+        *[("helpers", _helper_text(helper)) for helper in report.helpers],
         (
             "host",
             f"{report.host_nbytes_per_parameter:.1f} bytes a parameter; traffic by count "
@@ -121,6 +132,15 @@ def summary_rows(run: Run, report: Report, recipe: Recipe, target: Target) -> li
     if report.skipped_steps:
         rows.append(("skipped", f"{report.skipped_steps} steps: their gradient norm was not finite"))
     return rows
+
+
+def _helper_text(helper: HelperReport) -> str:
+    """What a device has lent."""
+    return (
+        f"device {helper.device} carried {format_size(helper.carried_in)} of it to the device and "
+        f"{format_size(helper.carried_out)} back, with {format_size(helper.device_nbytes)} of its memory; "
+        f"{helper.health}"
+    )
 
 
 def _update_text(report: Report) -> str:

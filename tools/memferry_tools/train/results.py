@@ -59,7 +59,9 @@ def results(
             "save": None if options.save is None else str(options.save),
             "save_every": options.save_every,
             "resume": None if options.resume is None else str(options.resume),
-            "parameters": recipe.shape.parameters,
+            "parameters": recipe.parameters,
+            "trained_parameters": recipe.trained_parameters,
+            "helpers": options.helpers,
             **dataclasses.asdict(recipe),
         },
         "machine": {

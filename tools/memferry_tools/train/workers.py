@@ -6,10 +6,12 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+
+from memferry_rt.helpers import share_out
 
 from ..errors import ToolError
 
@@ -54,20 +56,25 @@ class Workers:
 ALONE = Workers()
 
 
-def device_of(text: str) -> str:
+def device_of(text: str, *, helped: bool = False) -> str:
     """The device that this process is to use: its own, where ``torchrun`` has started several.
+
+    Parameters
+    ----------
+    helped : bool
+        Others are to help it: processes that emulate a device each have different ones then.
 
     Raises
     ------
     ToolError
         One device was named for all of them.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or text == "emulated":
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return text
+    if text == "emulated" or (text == "auto" and not torch.cuda.is_available()):
+        return f"emulated:{os.environ['LOCAL_RANK']}" if helped else text
     if ":" in text and text.startswith("cuda"):
         raise ToolError(f"--device: {text} would be the device of every process; write cuda, and each has its own")
-    if text == "auto" and not torch.cuda.is_available():
-        return text
     local = int(os.environ["LOCAL_RANK"])
     if local >= torch.cuda.device_count():
         raise ToolError(
@@ -75,6 +82,30 @@ def device_of(text: str) -> str:
             f"{torch.cuda.device_count()}; start fewer processes, or write --device emulated"
         )
     return f"cuda:{local}"
+
+
+def helpers_of(helpers: tuple[int, ...] | Literal["auto"]) -> tuple[int, ...] | Literal["auto"]:
+    """Those of this process, of the devices that are named for all processes of this host.
+
+    Raises
+    ------
+    ToolError
+        A process trains on one of them, or they cannot be shared out evenly.
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    if helpers == "auto" or processes == 1:
+        return helpers
+    for device in helpers:
+        if device < processes:
+            raise ToolError(
+                f"--helpers: process {device} trains on device {device}; name devices from {processes} on, or auto"
+            )
+    if len(helpers) % processes:
+        raise ToolError(
+            f"--helpers: {len(helpers)} devices cannot be shared out evenly between {processes} processes; name "
+            "as many for each, or auto"
+        )
+    return share_out([*range(processes), *helpers], range(processes))[int(os.environ["LOCAL_RANK"])]
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ def calibrate(
     topology: Topology | None = None,
     *,
     devices: Sequence[int] | None = None,
+    targets: Sequence[int] | None = None,
     options: MeasureOptions | None = None,
     slice_bytes: int | None = None,
 ) -> Calibration:
@@ -52,6 +53,8 @@ def calibrate(
         What the calibration counts for; by default what `discover` finds.
     devices : sequence of int, optional
         By default all.
+    targets : sequence of int, optional
+        Of these, those whose ways are measured, the others being helpers only; by default all.
     options : MeasureOptions, optional
         Ways are measured up to 256 MiB, or twice the size given here if that is less.
     slice_bytes : int, optional
@@ -65,10 +68,12 @@ def calibrate(
     machine = (topology or discover(driver)).machine
     chosen = range(driver.device_count) if devices is None else devices
     with Bench(driver, chosen, options or OPTIONS, machine=machine) as bench:
-        return calibrate_on(bench, slice_bytes=slice_bytes)
+        return calibrate_on(bench, devices=targets, slice_bytes=slice_bytes)
 
 
-def calibrate_on(bench: Bench, *, slice_bytes: int | None = None) -> Calibration:
+def calibrate_on(
+    bench: Bench, *, devices: Sequence[int] | None = None, slice_bytes: int | None = None
+) -> Calibration:
     """The same on a bench, for what it says its machine is.
 
     The bytes of every way are compared.  A relay over which they arrive wrong is left out, so that no engine with
@@ -77,6 +82,8 @@ def calibrate_on(bench: Bench, *, slice_bytes: int | None = None) -> Calibration
     Parameters
     ----------
     bench : Bench
+    devices : sequence of int, optional
+        Those whose ways are measured; by default all of the bench, which relay for one another in any case.
     slice_bytes : int, optional
         Of relays; by default what the engine takes by itself.
 
@@ -87,9 +94,10 @@ def calibrate_on(bench: Bench, *, slice_bytes: int | None = None) -> Calibration
     CorruptedError
         Bytes arrive wrong over a device's own link.
     """
+    chosen = bench.devices if devices is None else tuple(devices)
     size = slice_bytes or slice_bytes_of(bench)
     ways: dict[tuple[Path, Direction], Measured] = {}
-    for device in bench.devices:
+    for device in chosen:
         for path in ways_of(bench, device):
             for direction in Direction:
                 try:
@@ -103,11 +111,11 @@ def calibrate_on(bench: Bench, *, slice_bytes: int | None = None) -> Calibration
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         ways=ways,
         slice_bytes=size,
-        duplex={device: _duplex(bench, device) for device in bench.devices},
+        duplex={device: _duplex(bench, device) for device in chosen},
     )
     several = {
         (device, direction): _several_ways(bench, known, device, direction)
-        for device in bench.devices
+        for device in chosen
         if len(ways_of(bench, device)) > 1
         for direction in Direction
     }

@@ -17,7 +17,7 @@ from ..cut import Cut
 from ..layer import Geometry
 from .ranks import Ranks
 
-OWN = frozenset({"device", "emulated"})  # what every rank has for itself
+OWN = frozenset({"device", "emulated", "helpers"})  # what every rank has for itself
 
 
 def options_of_rank(options: OffloadOptions, ranks: Ranks) -> OffloadOptions:
