@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ class ArenaAddress:
     pid: int
     fd: int
     nbytes: int
+    parts: tuple[Span, ...]
 
 
 class RankArena:
@@ -39,9 +41,9 @@ class RankArena:
         self._used = 0
 
     @classmethod
-    def create(cls, driver: Driver, nbytes: int) -> RankArena:
+    def create(cls, driver: Driver, nbytes: int, parts: Sequence[Span] | None = None) -> RankArena:
         """New pages, zero; see `SharedArena.create`."""
-        return cls(SharedArena.create(driver, nbytes))
+        return cls(SharedArena.create(driver, nbytes, parts=parts))
 
     @classmethod
     def attach(cls, driver: Driver, address: ArenaAddress) -> RankArena:
@@ -60,17 +62,18 @@ class RankArena:
                 "host as one user, and in one container"
             ) from None
         try:
-            return cls(SharedArena.attach(driver, fd, address.nbytes))
+            return cls(SharedArena.attach(driver, fd, address.nbytes, parts=address.parts))
         finally:
             os.close(fd)
 
     @property
     def address(self) -> ArenaAddress:
-        return ArenaAddress(os.getpid(), self._arena.fd, self._arena.nbytes)
+        return ArenaAddress(os.getpid(), self._arena.fd, self._arena.nbytes, self._arena.parts)
 
     @property
     def nbytes(self) -> int:
-        return self._arena.nbytes
+        """Bytes that have memory."""
+        return sum(part.nbytes for part in self._arena.parts)
 
     def cut(self, nbytes: int) -> Span:
         """The next bytes, aligned to 256."""

@@ -1,6 +1,7 @@
 """A board in shared memory on which the ranks of one host keep step.
 
-Every rank writes only into its own rows; a row is read once its number says that it is complete.
+Ranks are numbered within the host here, but for what people read.  Every rank writes only into its own rows; a row
+is read once its number says that it is complete.
 """
 
 from __future__ import annotations
@@ -59,15 +60,32 @@ class Board:
         As many as `layout` says, zero before anybody uses them.
     layout : BoardLayout
     rank : int
+        On this host.
     timeout : float
         Seconds after which a rank that does not come is given up.
+    first : int
+        The number that this host's first rank has among those of all hosts; what people read has such numbers.
+    elsewhere : callable, optional
+        Why a rank of another host cannot go on, if one cannot; asked again and again, and with True where it
+        matters to know now.
     """
 
-    def __init__(self, words: SharedWords, layout: BoardLayout, rank: int, timeout: float) -> None:
+    def __init__(
+        self,
+        words: SharedWords,
+        layout: BoardLayout,
+        rank: int,
+        timeout: float,
+        *,
+        first: int = 0,
+        elsewhere: Callable[[bool], str | None] = lambda _: None,
+    ) -> None:
         self._words = words
         self._layout = layout
         self._rank = rank
         self._timeout = timeout
+        self._first = first
+        self._elsewhere = elsewhere
         self._number = 0
         me = ProcessIdentity.own()
         words.store(self._at(rank, _PID), me.pid)
@@ -141,8 +159,8 @@ class Board:
             self._check(condition, what)
             if time.monotonic() - begin > self._timeout:
                 raise RankError(
-                    f"rank {self._rank} waited {self._timeout:.0f} s for {what}, the process group's time-out; a "
-                    "rank is slower than that, or does something else than the others"
+                    f"rank {self._first + self._rank} waited {self._timeout:.0f} s for {what}, the process "
+                    "group's time-out; a rank is slower than that, or does something else than the others"
                 )
             time.sleep(pause)
             pause = min(_LONGEST, pause * 1.5)
@@ -158,7 +176,8 @@ class Board:
                 raise RankError(
                     self._why(rank)
                     if state == FAILED
-                    else f"rank {rank} has closed its model or ended while rank {self._rank} waits for {what}"
+                    else f"rank {self._first + rank} has closed its model or ended while rank "
+                    f"{self._first + self._rank} waits for {what}"
                 )
         now = time.monotonic()
         if now - self._looked < _LOOK_AFTER:
@@ -167,7 +186,13 @@ class Board:
         for rank in self.others:
             pid, started = (self._words.load(self._at(rank, key)) for key in (_PID, _STARTED))
             if pid and not ProcessIdentity(pid, started).alive and not condition():
-                raise RankError(f"rank {rank} (process {pid}) has ended; training cannot go on without it")
+                raise RankError(
+                    self._elsewhere(True)
+                    or f"rank {self._first + rank} (process {pid}) has ended; training cannot go on without it"
+                )
+        why = self._elsewhere(False)
+        if why is not None and not condition():
+            raise RankError(why)
 
     # -- ends -----------------------------------------------------------------------------------------
     def fail(self, error: BaseException) -> None:
@@ -189,7 +214,7 @@ class Board:
     def _why(self, rank: int) -> str:
         length = self._words.load(self._at(rank, _LENGTH))
         text = self._words.plain(self._at(rank, _HEAD), _TEXT).view(np.uint8)[:length].tobytes()
-        return f"rank {rank} has failed: {text.decode(errors='replace')}"
+        return f"rank {self._first + rank} has failed: {text.decode(errors='replace')}"
 
     def _at(self, rank: int, word: int) -> int:
         return rank * self._layout.row + word

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import RankError
-from .board import Board
+
+Gather = Callable[[Sequence[int] | npt.NDArray[np.int64], str], list[npt.NDArray[np.int64]]]  # as `Board.gather`
 
 _BACKWARD, _STEP = 0, 1
 
@@ -38,13 +40,14 @@ class Meetings:
 
     Parameters
     ----------
-    board : Board
+    gather : callable
+        Every rank's message, by rank, as `Board.gather` gives those of one host.
     layers : int
         Layers that have gradients.
     """
 
-    def __init__(self, board: Board, layers: int) -> None:
-        self._board = board
+    def __init__(self, gather: Gather, layers: int) -> None:
+        self._gather = gather
         self._layers = layers
 
     def begin(self, kept: int, uses: Sequence[int], *, step: bool) -> list[int] | None:
@@ -71,7 +74,7 @@ class Meetings:
         """
         padding = [0] * (self._layers - len(uses))
         own = [_STEP if step else _BACKWARD, kept, len(uses), *uses, *padding]
-        found = self._board.gather(own, "their next backward or step")
+        found = self._gather(own, "their next backward or step")
         for rank, message in enumerate(found):
             if message[1] != found[0][1]:
                 raise RankError(
@@ -85,7 +88,7 @@ class Meetings:
         """Meet at the end of a backward; as in `Outcome`, of this rank alone."""
         bits = np.array(norms, np.float64).view(np.int64)
         own = np.concatenate([np.array(late, np.int64), np.array(arrived, np.int64), bits])
-        found = np.stack(self._board.gather(own, "the end of a backward"))
+        found = np.stack(self._gather(own, "the end of a backward"))
         layers, slots = len(late), len(arrived)
         parts = np.ascontiguousarray(found[:, layers + slots :]).view(np.float64)
         return Outcome(

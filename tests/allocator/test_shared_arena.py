@@ -197,6 +197,39 @@ def test_dropping_waits_unregisters_and_unmaps(machine: Machine) -> None:
     assert set(machine.read(ptr, PAGE)) == {6}
 
 
+def test_parts_alone_have_memory(machine: Machine) -> None:
+    before, whole = descriptors(), 64 * PAGE
+    parts = [
+        Span(3 * PAGE + 5, PAGE),
+        Span(PAGE, 1),
+        Span(2 * PAGE - 1, 2),
+        Span(40 * PAGE, 24 * PAGE),
+        Span(9, 0),
+    ]
+    arena = SharedArena.create(machine.driver, whole, parts=parts)
+    assert arena.parts == (Span(PAGE, 4 * PAGE), Span(40 * PAGE, 24 * PAGE))
+    assert os.fstat(arena.fd).st_blocks * 512 == 28 * PAGE
+    other = SharedArena.attach(EmulatedDriver(), arena.fd, whole, parts=parts)
+    for each in (arena, other):
+        known = registrations(each.driver)
+        for part in each.parts:
+            assert known.covers(each.address + part.ptr, part.nbytes)
+        assert known.is_clear(each.address, PAGE)
+        assert known.is_clear(each.address + 5 * PAGE, 35 * PAGE)
+    stream = machine.stream()
+    machine.driver.copy(machine.device(PAGE), arena.address + 50 * PAGE, PAGE, stream=stream)
+    stream.synchronize()
+    arena.array(Span(arena.address + 4 * PAGE, PAGE))[:] = 7
+    assert set(other.array(Span(other.address + 4 * PAGE, PAGE))) == {7}
+    assert os.fstat(arena.fd).st_blocks * 512 == 28 * PAGE
+    for each in (arena, other):
+        each.close()
+        assert registrations(each.driver).nbytes == 0
+    assert descriptors() == before
+    with pytest.raises(InvalidRequestError, match="at offset 258048 is not inside"):
+        SharedArena.create(machine.driver, whole, parts=[Span(63 * PAGE, 2 * PAGE)])
+
+
 def test_work_must_be_over(machine: Machine) -> None:
     arena, stream = SharedArena.create(machine.driver, PAGE), machine.stream()
     machine.driver.copy(machine.device(PAGE), arena.address, PAGE, stream=stream)

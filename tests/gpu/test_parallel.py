@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
 import memferry_rt
+from memferry_rt.parallel import RankArena
 from tests.parallel import world
 from tests.runtime.models import Decoder, checkpointed, tokens
 
@@ -108,6 +110,52 @@ def test_two_gpus_have_the_bits_of_one(kind: str) -> None:
             assert torch.equal(first[2][name], second[2][name]), (plan, name)
 
 
+@pytest.mark.parametrize("kind", ["plain", "tied"])
+def test_two_hosts_have_the_bits_of_one_gpu(kind: str) -> None:
+    [expected] = world.succeed(1, _expected, kind, cuda=True)
+    for plan in PLANS[:3]:
+        first, second = world.succeed(2, _train, kind, plan, cuda=True, hosts=2)
+        assert first[0] == second[0]
+        if plan.get("optimizer_split"):
+            assert first[1] > 0
+        for name, value in expected.items():
+            assert torch.equal(first[2][name].view(torch.int32), value.view(torch.int32)), (plan, name)
+            assert torch.equal(first[2][name], second[2][name]), (plan, name)
+
+
+def _saved(group: Any, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[int, int]]:
+    """What was saved, what is loaded of it after another step, and what of the host's memory is taken and held."""
+    model = _model("plain").to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    options: dict[str, Any] = {"device_memory": "2GiB", "optimizer_split": 1.0}
+    memferry_rt.offload(model, optimizer, device="cuda", process_group=group, **options)
+    runtime = memferry_rt.runtime_of(model)
+    found = []
+    for step in range(2):
+        _loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            memferry_rt.save(folder, model, optimizer)
+        else:
+            memferry_rt.load(folder, model, optimizer)
+        found.append({name: value.clone() for name, value in runtime.master_parameters().items()})
+    assert isinstance(runtime.arena, RankArena)
+    taken = os.fstat(runtime.arena.address.fd).st_blocks * 512
+    held = runtime.arena.nbytes
+    memferry_rt.restore(model)
+    return found[0], found[1], (taken, held)
+
+
+def test_two_hosts_save_and_load_and_hold_their_state_alone(tmp_path: Path) -> None:
+    first, second = world.succeed(2, _saved, str(tmp_path), cuda=True, hosts=2)
+    for saved, loaded, (taken, held) in (first, second):
+        assert taken <= held + (4 << 20)  # huge pages
+        for name, value in saved.items():
+            assert torch.equal(value, loaded[name]), name
+            assert torch.equal(value, first[0][name]), name
+
+
 def _killed(group: Any) -> None:
     model = _model("plain")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -120,12 +168,13 @@ def _killed(group: Any) -> None:
         optimizer.zero_grad()
 
 
-def test_a_killed_rank_ends_the_other_with_a_message() -> None:
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_killed_rank_ends_the_other_with_a_message(hosts: int) -> None:
     before = os.listdir("/dev/shm")
-    first, second = world.run(2, _killed, cuda=True)
+    first, second = world.run(2, _killed, cuda=True, hosts=hosts)
     assert second is None
     assert first.kind == "RankError", first
-    assert "rank 1" in first.message
+    assert "rank 1" in first.message or (hosts == 2 and "of other hosts, of 1," in first.message)
     assert set(os.listdir("/dev/shm")) <= set(before)
 
 

@@ -171,7 +171,7 @@ def train(group: Any, job: Job) -> Result:
     return Result(losses, norms, skipped, streamed, parameters)
 
 
-def alone(job: Job, size: int) -> Result:
+def alone(job: Job, size: int, hosts: int = 1) -> Result:
     """The same in one process of plain PyTorch: every rank's gradient, then their mean as it is defined."""
     model, optimizer = build(job)
     masters = {p: nn.Parameter(p.detach().float().clone()) for p in optimizer.param_groups[0]["params"]}
@@ -180,7 +180,7 @@ def alone(job: Job, size: int) -> Result:
     for step in range(job.steps):
         for p, master in masters.items():
             p.grad = master.grad = None
-        for p, gradient in _mean(job, model, step, size).items():
+        for p, gradient in _mean(job, model, step, size, hosts).items():
             masters[p].grad = gradient.float()
         gradients = [master.grad.double() for master in masters.values() if master.grad is not None]
         norm = math.sqrt(sum(float(torch.linalg.vector_norm(gradient)) ** 2 for gradient in gradients))
@@ -200,7 +200,7 @@ def alone(job: Job, size: int) -> Result:
     return Result([], norms, skipped, 0, {names[p]: master.detach() for p, master in masters.items()})
 
 
-def _mean(job: Job, model: nn.Module, step: int, size: int) -> dict[nn.Parameter, torch.Tensor]:
+def _mean(job: Job, model: nn.Module, step: int, size: int, hosts: int) -> dict[nn.Parameter, torch.Tensor]:
     """Of the ranks' gradients, for each micro-step, summed over these in the gradient's dtype."""
     micro: list[list[dict[nn.Parameter, torch.Tensor]]] = []
     for rank in range(size):
@@ -218,10 +218,9 @@ def _mean(job: Job, model: nn.Module, step: int, size: int) -> dict[nn.Parameter
             given = [gradients[p] for gradients in ranks if p in gradients]
             if not given:
                 continue
-            mean = torch.zeros(p.shape)
-            for gradients in ranks:
-                mean += gradients.get(p, torch.zeros_like(p)).float()
-            mean = (mean / size).to(summed or p.dtype)
+            each = [gradients.get(p, torch.zeros_like(p)).float() for gradients in ranks]
+            sums = [sum(each[first : first + size // hosts]) for first in range(0, size, size // hosts)]
+            mean = (sum(sums) / size).to(summed or p.dtype)
             total[p] = mean + total[p] if p in total else mean
     return total
 

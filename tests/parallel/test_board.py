@@ -102,9 +102,20 @@ def test_a_process_that_has_ended_is_noticed(boards: list[Board]) -> None:
         board.gather([], "a turn")
 
 
+def test_ranks_of_other_hosts_are_heard_of() -> None:
+    words, said = np.zeros(LAYOUT.nbytes // 8, np.int64), [None, None, "rank 1 has failed: on another host"]
+    board = Board(SharedWords(words), LAYOUT, 0, timeout=5.0, first=6, elsewhere=lambda now: said.pop(0))
+    with pytest.raises(RankError, match="rank 1 has failed: on another host"):
+        board.gather([], "a turn")
+    said[:] = [None] * 100
+    Board(SharedWords(words), LAYOUT, 2, timeout=5.0, first=6).leave()
+    with pytest.raises(RankError, match="rank 8 has closed its model or ended while rank 6 waits for a turn"):
+        board.gather([], "a turn")
+
+
 def test_meetings_agree(boards: list[Board]) -> None:
     def work(board: Board, rank: int) -> Any:
-        meetings = Meetings(board, layers=2)
+        meetings = Meetings(board.gather, layers=2)
         order = meetings.begin(7, [1, 0] if rank == 1 else [0], step=rank == 0)
         outcome = meetings.end([rank == 2, False], [False, rank == 1], [3.0 * (rank == 0), 4.0 * (rank > 0)])
         return order, outcome, meetings.begin(7, [], step=True)

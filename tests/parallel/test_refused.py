@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 import memferry_rt
 from memferry_allocator import MemFerryError, OutOfMemory, SharedArena
+from memferry_rt import UnsupportedError
+from memferry_rt.adapters.torch.parallel import ranks as ranks_module
 from tests.runtime.models import Decoder
 
 from . import world
@@ -88,16 +90,40 @@ def test_what_ranks_cannot_share_is_refused_alike() -> None:
         assert first.startswith(text), (name, first)
 
 
-def _elsewhere(group: Any) -> str:
-    os.environ["MEMFERRY_HOST"] = f"machine-{dist.get_rank(group)}"
+def _elsewhere(group: Any, hosts: str) -> str:
+    os.environ["MEMFERRY_HOST"] = hosts[dist.get_rank(group)]
     return _offload(group, {})
 
 
+@pytest.mark.parametrize("hosts", ["aab", "aba"])
+def test_hosts_of_different_sizes_or_mixed_are_refused_alike(hosts: str) -> None:
+    first, *others = world.succeed(3, _elsewhere, hosts)
+    names = ", ".join(f"rank {rank} on {name}" for rank, name in enumerate(hosts))
+    assert first.startswith("UnsupportedError: process_group: hosts need equal numbers of ranks"), first
+    assert names in first
+    assert others == [first, first]
+
+
 def _no_room(group: Any) -> str:
-    def create(*_: Any) -> Any:
+    def create(*_: Any, **__: Any) -> Any:
         raise OutOfMemory("the machine is full", size=1, used=0, limit=0, budget="host memory")
 
     SharedArena.create = create  # in this process alone
+    return _short_of_memory(group)
+
+
+def _no_words(group: Any) -> str:
+    """Rank 1 cannot look at the board."""
+
+    def refuse(_: Any) -> Any:
+        raise UnsupportedError("no such words")
+
+    if dist.get_rank(group) == 1:
+        ranks_module.SharedWords = refuse  # type: ignore[misc, assignment]
+    return _short_of_memory(group)
+
+
+def _short_of_memory(group: Any) -> str:
     model = Decoder(layers=2)
     optimizer = torch.optim.AdamW(model.parameters())
     try:
@@ -110,7 +136,7 @@ def _no_room(group: Any) -> str:
 @pytest.mark.parametrize(
     ("program", "texts"),
     [
-        (_elsewhere, ["UnsupportedError: process_group: its ranks are on several hosts"] * 2),
+        (_no_words, ["RankError: rank 1 refuses, and so do all: Unsup", "UnsupportedError: no such words"]),
         (
             _no_room,
             ["OutOfMemory: the machine is full", "RankError: rank 0 refuses, and so do all: OutOf"],

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from memferry_rt.adapters.torch import runtime as runtime_module
 from memferry_rt.adapters.torch.parallel import RankGradients, Ranks, RankUpdates
-from memferry_rt.adapters.torch.parallel.exchange import PieceExchange
+from memferry_rt.adapters.torch.parallel.exchange import Flight, PieceExchange
 from memferry_rt.adapters.torch.step import StepUpdates
 from memferry_rt.cache import LayerCache
 from memferry_rt.parallel import Board
@@ -29,7 +29,7 @@ PLACES: list[tuple[type, str]] = [
     (RankUpdates, "_tell"),
     (RankUpdates, "submit_native"),
     (PieceExchange, "send"),
-    (PieceExchange, "land"),
+    (Flight, "go_on"),
     (StepUpdates, "submit"),
     (LayerCache, "use"),
 ]

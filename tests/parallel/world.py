@@ -29,10 +29,11 @@ class Failure:
     trace: str
 
 
-def run(size: int, program: Callable[..., Any], *arguments: Any, cuda: bool = False) -> list[Any]:
+def run(size: int, program: Callable[..., Any], *arguments: Any, cuda: bool = False, hosts: int = 1) -> list[Any]:
     """What each rank's program returns, or the `Failure` that it has raised; None of one that was killed.
 
-    A program is a function of a module, called with its rank's process group and the arguments.
+    A program is a function of a module, called with its rank's process group and the arguments.  With `hosts` the
+    ranks take each other to be on so many.
     """
     context = multiprocessing.get_context("spawn") if cuda else _context  # CUDA does not survive a fork
     timeout = 60.0 if cuda else TIMEOUT
@@ -40,9 +41,8 @@ def run(size: int, program: Callable[..., Any], *arguments: Any, cuda: bool = Fa
         pipes, processes = [], []
         for rank in range(size):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank, args=(rank, size, f"{folder}/store", timeout, cuda, sender, program, arguments)
-            )
+            place = (rank, size, rank * hosts // size, f"{folder}/store", timeout, cuda)
+            process = context.Process(target=_rank, args=(*place, sender, program, arguments))
             process.start()
             sender.close()
             pipes.append(receiver)
@@ -60,9 +60,11 @@ def run(size: int, program: Callable[..., Any], *arguments: Any, cuda: bool = Fa
         return results
 
 
-def succeed(size: int, program: Callable[..., Any], *arguments: Any, cuda: bool = False) -> list[Any]:
+def succeed(
+    size: int, program: Callable[..., Any], *arguments: Any, cuda: bool = False, hosts: int = 1
+) -> list[Any]:
     """As `run`, where every rank must end well."""
-    results = run(size, program, *arguments, cuda=cuda)
+    results = run(size, program, *arguments, cuda=cuda, hosts=hosts)
     for rank, result in enumerate(results):
         assert not isinstance(result, Failure), f"rank {rank}: {result.trace}"
     return results
@@ -79,6 +81,7 @@ def _result(pipe: Any, timeout: float) -> Any:
 def _rank(
     rank: int,
     size: int,
+    host: int,
     store: str,
     timeout: float,
     cuda: bool,
@@ -87,6 +90,7 @@ def _rank(
     arguments: Any,
 ) -> None:
     torch.set_num_threads(1)
+    os.environ["MEMFERRY_HOST"] = f"machine-{host}"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # not every machine lets a process use NVLink multicast
     try:

@@ -71,23 +71,27 @@ class HostPages:
         libc.map_shared(fd, nbytes, pages.address)
         return pages
 
-    def collapse(self) -> bool:
-        """Exchange resident pages for huge ones, by all processors; whether the system has done so everywhere."""
-        whole = self.nbytes // HUGE_PAGE * HUGE_PAGE
-        return all(self._by_threads(0, whole, libc.collapse))
+    def collapse(self, offset: int, nbytes: int) -> bool:
+        """Exchange resident pages of a part for huge ones, by all processors.
+
+        Returns whether the system has done so wherever a huge page fits.
+        """
+        first = align_up(offset, HUGE_PAGE)
+        whole = (offset + nbytes - first) // HUGE_PAGE * HUGE_PAGE
+        return all(self._by_threads(0, first, max(whole, 0), libc.collapse))
 
     def touch(self, threads: int = 0) -> None:
         """Make every page resident and zero, each thread its own contiguous share; 0 takes all processors."""
-        self._by_threads(threads, self.nbytes, libc.zero)
+        self._by_threads(threads, 0, self.nbytes, libc.zero)
 
-    def _by_threads(self, threads: int, nbytes: int, work: Callable[[int, int], T]) -> list[T]:
+    def _by_threads(self, threads: int, first: int, nbytes: int, work: Callable[[int, int], T]) -> list[T]:
         from concurrent.futures import ThreadPoolExecutor  # here: its import takes milliseconds
 
         workers = threads or len(os.sched_getaffinity(0))
         share = max(HUGE_PAGE, align_up(-(-nbytes // workers), HUGE_PAGE))
 
         def part(start: int) -> T:
-            return work(self.address + start, min(share, nbytes - start))
+            return work(self.address + first + start, min(share, nbytes - start))
 
         with ThreadPoolExecutor(workers, thread_name_prefix="memferry-touch") as pool:
             return list(pool.map(part, range(0, nbytes, share)))

@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,30 +44,46 @@ class SharedArena:
         The descriptor, closed with the arena; duplicate it to keep it.
     huge_pages : bool
         Whether its creator has got huge pages for all that fills one; False where it was attached.
-    registration : Registration
+    parts : tuple of Span
+        What of it has memory and is registered, as offsets; by default all is one part.
     """
 
-    def __init__(self, driver: Driver, fd: int, nbytes: int, *, collapse: bool = False) -> None:
+    def __init__(
+        self, driver: Driver, fd: int, nbytes: int, parts: Sequence[Span], *, collapse: bool = False
+    ) -> None:
         """For `create` and `attach`; takes `fd` over."""
         self.driver = driver
         self.fd = fd
         self.nbytes = nbytes
+        self.parts = tuple(parts)
         self._descriptor = weakref.finalize(self, _close, fd, os.getpid())
         self._descriptor.atexit = False
         try:
             self._pages = _map(fd, nbytes)
             self.address = self._pages.address
-            self.huge_pages = collapse and self._pages.collapse()
-            self.registration = registrations(driver).register(
-                self.address, nbytes, owner=self._pages, name="SharedArena"
-            )
+            collapsed = [self._pages.collapse(*part) for part in self.parts if collapse]
+            self.huge_pages = collapse and all(collapsed)
+            self._registered = [
+                registrations(driver).register(
+                    self.address + part.ptr, part.nbytes, owner=self._pages, name="SharedArena"
+                )
+                for part in self.parts
+            ]
         except BaseException:
             self._descriptor()
             raise
 
     @classmethod
-    def create(cls, driver: Driver, nbytes: int) -> SharedArena:
+    def create(cls, driver: Driver, nbytes: int, *, parts: Sequence[Span] | None = None) -> SharedArena:
         """New pages, zero, resident and registered; huge ones where the system can make them.
+
+        Parameters
+        ----------
+        driver : Driver
+        nbytes : int
+        parts : sequence of Span, optional
+            Offsets and bytes of what is needed; whole pages of that alone get memory and are registered.  The rest
+            has addresses, reads as zeros, and takes memory where it is touched.
 
         Raises
         ------
@@ -80,19 +97,20 @@ class SharedArena:
         if nbytes <= 0:
             raise InvalidRequestError(f"shared arena: {format_size(nbytes)} is not more than zero bytes")
         nbytes = align_up(nbytes, mmap.PAGESIZE)
-        require_memory(nbytes, "shared arena")
+        pages = _whole_pages(parts, nbytes)
+        require_memory(sum(part.nbytes for part in pages), "shared arena")
         fd = os.memfd_create("memferry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(fd, 0o600)
-            _fill(fd, nbytes)
+            _fill(fd, nbytes, pages)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except BaseException:
             os.close(fd)
             raise
-        return cls(driver, fd, nbytes, collapse=True)
+        return cls(driver, fd, nbytes, pages, collapse=True)
 
     @classmethod
-    def attach(cls, driver: Driver, fd: int, nbytes: int) -> SharedArena:
+    def attach(cls, driver: Driver, fd: int, nbytes: int, *, parts: Sequence[Span] | None = None) -> SharedArena:
         """The pages that another process has created.
 
         Parameters
@@ -103,6 +121,8 @@ class SharedArena:
             A descriptor of them; it stays the caller's.
         nbytes : int
             Their size, as the creator's arena has it.
+        parts : sequence of Span, optional
+            What the creator has given.
 
         Raises
         ------
@@ -116,7 +136,7 @@ class SharedArena:
         except BaseException:
             os.close(own)
             raise
-        return cls(driver, own, nbytes)
+        return cls(driver, own, nbytes, _whole_pages(parts, nbytes))
 
     @property
     def span(self) -> Span:
@@ -152,9 +172,10 @@ class SharedArena:
         Raises
         ------
         DriverError, RaceError
-            Work on the pages is not over; nothing was changed.
+            Work on a part is not over; it, the parts behind it and the descriptor are as before.
         """
-        self.registration.close()
+        for registration in self._registered:
+            registration.close()
         self._descriptor()
 
     def _require_open(self) -> None:
@@ -242,10 +263,31 @@ def _map(fd: int, nbytes: int) -> HostPages:
         raise _out_of_memory(nbytes, error) from None
 
 
-def _fill(fd: int, nbytes: int) -> None:
+def _whole_pages(parts: Sequence[Span] | None, nbytes: int) -> list[Span]:
+    """The pages that hold these bytes, in order; those that follow one another are one part."""
+    if parts is None:
+        return [Span(0, nbytes)]
+    found: list[Span] = []
+    for part in sorted(part for part in parts if part.nbytes):
+        first, end = part.ptr // mmap.PAGESIZE * mmap.PAGESIZE, align_up(part.ptr + part.nbytes, mmap.PAGESIZE)
+        if first < 0 or end > nbytes:
+            raise InvalidRequestError(
+                f"shared arena: a part of {part.nbytes} bytes at offset {part.ptr} is not inside its {nbytes} "
+                "bytes; give offsets from its beginning"
+            )
+        if found and first <= found[-1].ptr + found[-1].nbytes:
+            last = found.pop()
+            first, end = last.ptr, max(end, last.ptr + last.nbytes)
+        found.append(Span(first, end - first))
+    return found
+
+
+def _fill(fd: int, nbytes: int, parts: Sequence[Span]) -> None:
     """Give the file its pages now: one that is short of them later kills whoever touches it."""
     try:
-        os.posix_fallocate(fd, 0, nbytes)
+        os.ftruncate(fd, nbytes)
+        for part in parts:
+            os.posix_fallocate(fd, *part)
     except (OSError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise

@@ -14,7 +14,7 @@ from ...layout import MOMENTS
 from ...native import AdamSettings
 from .layer import LayerState
 from .optimizer import OptimizerPatch
-from .state import Forms, Tensors
+from .state import Forms, Read, Tensors
 
 STATE_KEYS = frozenset({"step", *MOMENTS})
 
@@ -132,8 +132,8 @@ class AdamPatch(OptimizerPatch):
             value = state.get(key)
             if value is None or value is not own.get(key):
                 entry[key] = None  # so that it is not the entry that keeps the old one
-                view = self._renew(parameter, key)
-                view.zero_() if value is None else view.copy_(value)
+                self._renew(parameter, key)
+                self._put(parameter, key, value)
             entry[key] = own[key]
 
     def _load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -191,9 +191,10 @@ class MomentState:
         self._step = step
         self._moments = moments
 
-    @property
-    def begun(self) -> bool:
-        return float(self._step) != 0 or any(bool(moment.any()) for moment in self._moments.values())
+    def begun(self, read: Read) -> bool:
+        return float(self._step) != 0 or any(
+            bool(read(key, moment).any()) for key, moment in self._moments.items()
+        )
 
     def tensors(self) -> Tensors:
         return self._moments

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from .state import (
 )
 
 MODEL, OPTIMIZER = "model", "optimizer"
+MASTER = "master"  # as `ParameterState.whole` names it
 ROUNDED = "weight"  # prefix of weights that are not their masters, rounded
 # Settings of a group that say how an update is computed, not what it is, and its members.
 HOW = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
@@ -42,8 +44,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     Updates under way are waited for.  The folder holds a whole checkpoint at every moment: until the new one is
     complete and durable it is the last one, whatever ends the process.  The disk must have room for both.
 
-    Of several ranks that share a model the first writes, and another returns at once: call it on all, or on the
-    first alone.
+    Of several ranks that share a model the first writes, and another returns at once: call it on all, or, where
+    they are on one host, on the first alone.  State that other hosts have comes to it one tensor at a time.
 
     Gradients, and the states of random generators, schedulers and scalers are not part of it; what resuming needs
     of them goes into `extra`.
@@ -66,11 +68,12 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     check_holdable(model, optimizer)
     buffers = persistent_buffers(model)
     if is_offloaded(model) and not runtime_of(model).saves:
+        runtime_of(model).help_save()
         return
-    with _state(model, optimizer) as states:
+    with _state(model, optimizer, save=True) as states:
         begun = [state for state in states if state.begun]
-        tensors = {
-            MODEL: {**_values(states), **buffers},
+        tensors: dict[str, dict[str, Saved]] = {
+            MODEL: {**_values(states), **{name: Saved(buffer) for name, buffer in buffers.items()}},
             OPTIMIZER: {**dict(_rounded(states)), **dict(_tensors(begun))},
         }
         content = {
@@ -94,7 +97,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -
     not offloaded at all.  Settings of the parameter groups are loaded too, but not how an update is computed
     (``fused``, ``foreach``, …).  Gradients stay what they are.
 
-    Of several ranks that share a model every one must call it, with the same checkpoint.
+    Of several ranks that share a model every one must call it, with the same checkpoint, on each host.
 
     Everything is read and compared with its checksums before anything is changed.
 
@@ -114,13 +117,17 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -
         There is no checkpoint, it is damaged, or it is of another model or optimizer.  Nothing was changed.
     OffloadError
         A tensor still aliases a weight's device memory.  Nothing was changed.
+    RankError
+        Another rank has refused.  Nothing was changed.
     """
     check_holdable(model, optimizer)
     buffers = persistent_buffers(model)
-    with CheckpointReader(Path(path)) as reader:
-        with _state(model, optimizer) as states:
-            check_fits(reader, states, buffers, optimizer)
-            reader.verify()
+    with contextlib.ExitStack() as stack:
+        with runtime_of(model).checked("load()") if is_offloaded(model) else contextlib.nullcontext():
+            reader = stack.enter_context(CheckpointReader(Path(path)))
+            with _state(model, optimizer) as states:
+                check_fits(reader, states, buffers, optimizer)
+                reader.verify()
         with _state(model, optimizer, write=True) as states, _half_done():
             _load_model(reader, states, buffers)
             _load_optimizer(reader, states)
@@ -129,33 +136,58 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -
 
 
 def _state(
-    model: nn.Module, optimizer: Optimizer, *, write: bool = False
+    model: nn.Module, optimizer: Optimizer, *, write: bool = False, save: bool = False
 ) -> contextlib.AbstractContextManager[list[ParameterState]]:
     if is_offloaded(model):
         runtime = runtime_of(model)
         if runtime.patch.optimizer is not optimizer:
             raise CheckpointError("optimizer: it is not the one that the model was offloaded with")
-        return runtime.state_at_home(write=write)
+        return runtime.state_at_home(write=write, save=save)
     return plain_state(model, optimizer)
 
 
 # -- saving ---------------------------------------------------------------------------------------------------
-def _values(states: list[ParameterState]) -> dict[str, torch.Tensor]:
-    return {state.name: state.value for state in states}
+@dataclass(frozen=True)
+class Saved:
+    """A tensor as it is written.
+
+    Attributes
+    ----------
+    live : Tensor
+        Of its form.
+    name : str
+        As for `ParameterState.whole`.
+    state : ParameterState, optional
+        Whose it is.
+    """
+
+    live: torch.Tensor
+    name: str = ""
+    state: ParameterState | None = None
+
+    def data(self) -> Iterator[memoryview]:
+        return as_bytes(self.live if self.state is None else self.state.whole(self.name, self.live))
 
 
-def _rounded(states: list[ParameterState]) -> Iterator[tuple[str, torch.Tensor]]:
+def _values(states: list[ParameterState]) -> dict[str, Saved]:
+    return {
+        state.name: Saved(state.weight) if state.master is None else Saved(state.master, MASTER, state)
+        for state in states
+    }
+
+
+def _rounded(states: list[ParameterState]) -> Iterator[tuple[str, Saved]]:
     """The few weights that do not follow from their masters."""
     for state in states:
-        if state.master is not None and not is_rounding(state.weight, state.master):
-            yield f"{ROUNDED}.{state.name}", state.weight
+        if state.master is not None and not is_rounding(state.weight, state.whole(MASTER, state.master)):
+            yield f"{ROUNDED}.{state.name}", Saved(state.weight)
 
 
-def _tensors(begun: list[ParameterState]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(begun: list[ParameterState]) -> Iterator[tuple[str, Saved]]:
     for state in begun:
         if state.optimizer is not None:
             for key, tensor in state.optimizer.tensors().items():
-                yield f"{key}.{state.name}", tensor
+                yield f"{key}.{state.name}", Saved(tensor, key, state)
 
 
 def _optimizer_values(optimizer: Optimizer, begun: list[ParameterState]) -> dict[str, Any]:
@@ -166,19 +198,20 @@ def _optimizer_values(optimizer: Optimizer, begun: list[ParameterState]) -> dict
     return {"state": {name: [list(mine.tensors()), mine.values()] for name, mine in held.items()}}
 
 
-def _file(kind: str, named: dict[str, torch.Tensor]) -> TensorFile:
-    for name, tensor in named.items():
+def _file(kind: str, named: dict[str, Saved]) -> TensorFile:
+    tensors = {name: saved.live for name, saved in named.items()}
+    for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_meta:
             raise CheckpointError(
                 f"{name}: a checkpoint cannot hold a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}"
             )
     specs = in_file_order(
-        [TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in named.items()]
+        [TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
     )
 
     def data() -> Iterator[memoryview]:
         for spec in specs:
-            yield from as_bytes(named[spec.name])
+            yield from named[spec.name].data()
 
     return TensorFile(kind, specs, data)
 
@@ -218,12 +251,12 @@ def _source(reader: CheckpointReader, kind: str, name: str) -> Source:
 def _load_model(reader: CheckpointReader, states: list[ParameterState], buffers: dict[str, torch.Tensor]) -> None:
     kept = reader.tensors(OPTIMIZER)
     for state in states:
-        _source(reader, MODEL, state.name).fill(state.value)
+        value = state.fill(MASTER, state.value, _source(reader, MODEL, state.name).fill)
         rounded = kept.get(f"{ROUNDED}.{state.name}")
         if rounded is not None and DTYPES[rounded.dtype] is state.weight.dtype:
             _source(reader, OPTIMIZER, rounded.name).fill(state.weight)
         elif state.master is not None:
-            state.weight.copy_(state.master)
+            state.weight.copy_(value)
     for name, buffer in buffers.items():
         _source(reader, MODEL, name).fill(buffer)
 
@@ -242,7 +275,7 @@ def _load_optimizer(reader: CheckpointReader, states: list[ParameterState]) -> N
         forms: Forms = {key: (DTYPES[spec.dtype], spec.shape) for key, spec in specs.items()}
         live = state.optimizer.begin(forms, values)
         for key, spec in specs.items():
-            _source(reader, OPTIMIZER, spec.name).fill(live[key])
+            state.fill(key, live[key], _source(reader, OPTIMIZER, spec.name).fill)
 
 
 def _load_groups(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:

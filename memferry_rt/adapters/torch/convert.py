@@ -10,6 +10,7 @@ from torch import nn
 from ...errors import UnsupportedError
 from ...layout import LayerLayout, ParameterSpec, lay_out
 from ...pages import SlabPages
+from ...parallel import Part
 from .cut import Cut
 from .layer import Geometry, LayerState
 from .tensors import DTYPES, TensorFactory
@@ -92,18 +93,25 @@ def move_in(
     factory: TensorFactory,
     materialiser: Materialiser,
     *,
-    fill: bool = True,
+    fill: Callable[[torch.Tensor], torch.Tensor | None],
+    held: Callable[[LayerLayout], Sequence[Part] | None],
 ) -> list[LayerState]:
     """Copy the weights into the slabs and make the parameters views of them, a layer at a time.
 
-    The fp32 master copy takes the value before it is rounded to the compute dtype.  Without `fill` somebody else
-    writes the slabs.
+    The fp32 master copy takes the value before it is rounded to the compute dtype.
+
+    Parameters
+    ----------
+    fill : callable
+        What to fill the place of a parameter with, given its own value; None where somebody else fills it.
+    held : callable
+        The elements of a layer whose state this host has; None for all.
     """
     states = []
     for index, (cut, layout, forms) in enumerate(zip(cuts, layouts, geometries, strict=True)):
         materialiser.materialise(parameter for _, parameter in cut.parameters)
         parameters = [parameter for _, parameter in cut.parameters]
-        state = LayerState(index, layout, parameters, forms, arena, factory)
+        state = LayerState(index, layout, parameters, forms, arena, factory, held(layout))
         for position, parameter in enumerate(parameters):
             _move(state, position, parameter, fill=fill)
         states.append(state)
@@ -111,12 +119,18 @@ def move_in(
 
 
 @torch.no_grad()
-def _move(state: LayerState, position: int, parameter: nn.Parameter, *, fill: bool) -> None:
-    source = parameter.data
+def _move(
+    state: LayerState,
+    position: int,
+    parameter: nn.Parameter,
+    *,
+    fill: Callable[[torch.Tensor], torch.Tensor | None],
+) -> None:
+    source = fill(parameter.data)
     spec = state.layout.slots[position].spec
-    if fill:
+    if source is not None:
         if spec.updated and spec.master:
-            state.in_shape(position, state.cpu_state(position, "master")).copy_(source)
+            state.put_state(position, "master", source)
         state.in_shape(position, state.cpu_weight(position)).copy_(source)
     parameter.grad = None
     parameter.data = state.host_weights[position]

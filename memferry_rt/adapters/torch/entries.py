@@ -126,7 +126,7 @@ class EntriesPatch(OptimizerPatch):
                     entry[key] = None  # so that it is not the entry that keeps the old one
                 view = self._renew(parameter, key)
                 if value is not None:
-                    view.copy_(value)
+                    self._put(parameter, key, value)
                     entry[key] = view
             (self._shown.add if entry else self._shown.discard)(parameter)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from memferry_allocator import Span
 
 from ...layout import LayerLayout, Slot
 from ...pages import SlabPages
+from ...parallel import Part
 from ...traffic import LayerTraffic
 from .modes import STREAMED, LayerPlan
 from .tensors import TensorFactory, shaped, storage_references
@@ -84,6 +85,11 @@ class DeviceViews:
 class LayerState:
     """One layer: parameters, host slabs and the tensors over them.
 
+    Parameters
+    ----------
+    host_parts : sequence of Part, optional
+        The elements whose master weights and optimizer state this host has; by default all.
+
     Attributes
     ----------
     plan : LayerPlan
@@ -109,8 +115,10 @@ class LayerState:
         geometry: list[Geometry],
         arena: SlabPages,
         factory: TensorFactory,
+        host_parts: Sequence[Part] | None = None,
     ) -> None:
         self.index = index
+        self._host_parts = host_parts
         self.layout = layout
         self.parameters = parameters
         self.geometry = geometry
@@ -187,6 +195,31 @@ class LayerState:
             return self.cpu_state(index, kind)
         start = _place_of(slot, kind)
         return self.residence.state.tensor[start : start + slot.spec.numel * 4].view(torch.float32)
+
+    @torch.no_grad()
+    def put_state(self, index: int, kind: str, value: torch.Tensor | None) -> None:
+        """Write state of a parameter, as far as this host has it; kinds as for `cpu_state`.
+
+        Parameters
+        ----------
+        value : Tensor or None
+            In the parameter's shape; zeros by default.
+        """
+        flat = self.state(index, kind)
+        own_memory = kind != "master" or self.layout.slots[index].spec.master
+        if self._host_parts is None or not own_memory:
+            view = self.in_shape(index, flat)
+            view.zero_() if value is None else view.copy_(value)
+            return
+        whole = None
+        if value is not None:
+            form = self.geometry[index]
+            alike = torch.empty_strided(form.shape, form.stride, dtype=flat.dtype, device=flat.device)
+            whole = alike.copy_(value).as_strided((flat.numel(),), (1,))
+        for part in self._host_parts:
+            if part.index == index:
+                place = slice(part.start, part.start + part.count)
+                flat[place].zero_() if whole is None else flat[place].copy_(whole[place])
 
     def move_state(self, span: Span) -> Span:
         """Host memory that holds the optimizer state from now on; returns what held it before, in full."""

@@ -15,8 +15,8 @@ from memferry_allocator import Driver, EmulatedOptions, InvalidRequestError, for
 
 from ...device_update import DeviceUpdate, open_device_update
 from ...errors import BudgetError, OffloadError, UnsupportedError
-from ...layout import LayerLayout
 from ...options import OffloadOptions
+from ...parallel import held_nbytes
 from ...plan.plan import Plan
 from .budget import Budget
 from .convert import Materialiser, ParameterInit, plan_layouts
@@ -137,8 +137,9 @@ def offload(
         The machine to emulate.
     process_group : ProcessGroup, optional
         Train with the other ranks of this group of ``torch.distributed``, each on its own micro-batches and its
-        own device: gradients are averaged, and the ranks share one host state, of which each updates its part.
-        All ranks call this, `load` and ``optimizer.step()`` alike; weights begin as those of rank 0.
+        own device: gradients are averaged, and the ranks of a host share one host state, of which each updates its
+        part.  All ranks call this, `load` and ``optimizer.step()`` alike, and on several hosts `save` and
+        `restore`; weights begin as those of rank 0.
 
     Returns
     -------
@@ -186,6 +187,9 @@ def offload(
             emulated=emulated,
         )
         options = options if ranks is None else options_of_rank(options, ranks)
+    if ranks is not None:
+        ranks.agree({})  # who is on which host
+    with contextlib.nullcontext() if ranks is None else ranks.refused_together():
         prepared = _prepare(model, optimizer, options, plan, param_init_fn, ranks)
     if ranks is not None:
         cuts, layouts = prepared.planning.cuts, prepared.planning.layouts
@@ -271,7 +275,8 @@ def _prepare(
             refuse_sharing(optimizer, split, spares)
     elif spares is None:
         spares = spares_within(layouts, options.host_memory) if rule.shared else 0
-    _check_memory(layouts, options, driver, ordinal, spares)
+    host = host_nbytes(layouts, spares) if ranks is None else held_nbytes(layouts, ranks.share)
+    _check_memory(host, options, driver, ordinal)
     planning = Planning(
         model,
         cuts,
@@ -379,10 +384,7 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _check_memory(
-    layouts: Sequence[LayerLayout], options: OffloadOptions, driver: Driver, ordinal: int, spares: int
-) -> None:
-    host = host_nbytes(layouts, spares)
+def _check_memory(host: int, options: OffloadOptions, driver: Driver, ordinal: int) -> None:
     if options.host_memory is not None and host > options.host_memory:
         raise BudgetError(
             "host_memory", options.host_memory, host, "weights, gradients and optimizer state take more"

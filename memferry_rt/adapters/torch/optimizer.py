@@ -22,6 +22,8 @@ from .groups import GroupMembers, why_no_group
 from .layer import LayerState
 from .state import OptimizerState
 
+Whole = Callable[[LayerState, int, str], torch.Tensor]
+
 
 @dataclass(frozen=True)
 class AmpScaling:
@@ -183,7 +185,47 @@ class OptimizerPatch(abc.ABC):
                 setattr(self.optimizer, name, value)
         for parameter, own in self._own.items():
             self._hand_back(parameter, own)
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+
+    # -- state of which other hosts have a part ---------------------------------------------------------
+    def show_whole(self, begin: Callable[[str], None], whole: Whole) -> None:
+        """Let ``state_dict()`` have copies of the whole state; all ranks call it.
+
+        Parameters
+        ----------
+        begin : callable
+            Meets the other ranks, for what it says.
+        whole : callable of (layer, index, key)
+            A copy of all of a parameter's state.
+        """
+
+        def complete(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            begin("state_dict()")
+            entries = dict(state_dict["state"])
+            numbers = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            for number, parameter in enumerate(numbers):
+                known = self._whole_of(parameter, whole) if parameter in self._own else {}
+                if number in entries:
+                    entries[number] = {
+                        key: known[key] if key in known else _copy(value) for key, value in entries[number].items()
+                    }
+            return {**state_dict, "state": entries}
+
+        self._hooks.append(self.optimizer.register_state_dict_post_hook(complete))
+
+    def gather(self, whole: Whole) -> None:
+        """Exchange the state for copies of the whole, which `restore` hands back; all ranks call it."""
+        for parameter, own in self._own.items():
+            entry = self.optimizer.state.get(parameter, {})
+            for key, value in self._whole_of(parameter, whole).items():
+                if entry.get(key) is own[key]:
+                    entry[key] = value
+                own[key] = value
+
+    def _whole_of(self, parameter: nn.Parameter, whole: Whole) -> dict[str, torch.Tensor]:
+        layer, index = self._home[parameter]
+        return {key: whole(layer, index, key) for key in layer.layout.slots[index].state}
 
     # -- state ------------------------------------------------------------------------------------------
     def _updated(self) -> list[nn.Parameter]:
@@ -227,6 +269,11 @@ class OptimizerPatch(abc.ABC):
         own[key] = layer.in_shape(index, layer.state(index, key))
         return own[key]
 
+    def _put(self, parameter: nn.Parameter, key: str, value: torch.Tensor | None) -> None:
+        """Write a parameter's state where it lies; zeros by default."""
+        layer, index = self._home[parameter]
+        layer.put_state(index, key, value)
+
     # -- methods ----------------------------------------------------------------------------------------
     def _replace(self) -> None:
         optimizer = self.optimizer
@@ -257,7 +304,11 @@ class OptimizerPatch(abc.ABC):
         )
         optimizer.add_param_group = types.MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # see `amp_scaling`
-        self._hook = optimizer.register_state_dict_pre_hook(lambda _: self._settle())
+        self._hooks = [optimizer.register_state_dict_pre_hook(lambda _: self._settle())]
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _mark_called(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,7 +38,7 @@ from .helping import require_arrived
 from .layer import DeviceViews, Geometry, LayerState, ViewKey
 from .memory import DeviceMemory
 from .modes import GivenPlan, LayerPlan
-from .parallel import RankGradients, Ranks, RankUpdates
+from .parallel import RankGradients, Ranks, RankUpdates, WholeState, agree_on_step, refused_by_all
 from .planning import Planning
 from .report import Report
 from .reporting import report_of
@@ -109,9 +109,15 @@ class Runtime:
         else:
             ranks.open(driver, layouts, host_nbytes(layouts, spares))
             self.arena = ranks.arena
-        fill = ranks is None or ranks.first
         self.layers = move_in(
-            planning.cuts, layouts, geometries, self.arena, self.factory, materialiser, fill=fill
+            planning.cuts,
+            layouts,
+            geometries,
+            self.arena,
+            self.factory,
+            materialiser,
+            fill=(lambda own: own) if ranks is None else ranks.first_value,
+            held=(lambda _: None) if ranks is None else ranks.held,
         )
         for layer, each in zip(self.layers, plans, strict=True):
             layer.plan = each
@@ -128,7 +134,7 @@ class Runtime:
         queue: Callable[..., UpdateQueue] = (
             UpdateQueue
             if ranks is None
-            else functools.partial(RankUpdates, ranks.board, cores=ranks.cores, emulated=self.factory.emulated)
+            else functools.partial(RankUpdates, ranks, self.layers, emulated=self.factory.emulated)
         )
         self.updates = queue(
             start=single_threaded,
@@ -205,6 +211,10 @@ class Runtime:
         self.guards.attach_root(model)
         step = self.step if self.ranks is None else self.ranks.told()(self.step)
         self.patch = self._rule.patch(self._home, step=step, settle=self.synchronize)
+        self.whole = None
+        if self.ranks is not None and self.ranks.several_hosts:
+            self.whole = WholeState(self.ranks, self.layers)
+            self.patch.show_whole(self.whole.begin, self.whole.whole)
         self.slabs = SlabAccess(
             model,
             self.layers,
@@ -355,7 +365,7 @@ class Runtime:
         self.stalls.iteration(self.stream())
         require_arrived(self)
         if self.ranks is not None:
-            scaling = self.ranks.agree_on_step(scaling, self.patch.settings())
+            scaling = agree_on_step(self.ranks.gather, scaling, self.patch.settings())
         scale = gradient_scale(present, scaling, self.options.max_grad_norm)
         self.grad_norm = scale.norm
         if scale.factor is None:
@@ -413,11 +423,12 @@ class Runtime:
             self.step_updates.settle(layer)
 
     @contextlib.contextmanager
-    def state_at_home(self, *, write: bool = False) -> Iterator[list[ParameterState]]:
+    def state_at_home(self, *, write: bool = False, save: bool = False) -> Iterator[list[ParameterState]]:
         """All training state as live CPU tensors, in the order of ``model.named_parameters()``.
 
         No update is under way while it is open.  With `write` every layer's device copy is given up first, and
-        what was written is the state from then on; whoever writes a master writes its weight too.
+        what was written is the state from then on; whoever writes a master writes its weight too.  With `save`
+        what other hosts have may be read, too.
 
         Raises
         ------
@@ -433,8 +444,22 @@ class Runtime:
             self.stream().synchronize()
             self.step_updates.forget_early()
             self.step_updates.release_weights(self.layers)
-        with self._all_ranks() if write else contextlib.nullcontext(), self.slabs.open(write=write) as states:
+        asking = self.whole.asking("save()") if save and self.whole is not None else contextlib.nullcontext()
+        whole = None if self.whole is None else self.whole.ask
+        with self._all_ranks() if write else asking, self.slabs.open(write=write, whole=whole) as states:
             yield states
+
+    def help_save(self) -> None:
+        """Give the rank that saves what this host has of the state, if it is this rank that does so."""
+        if self.whole is not None and self.ranks is not None and self.ranks.leads:
+            self._require_open()
+            self.synchronize()
+            with self.ranks.told():
+                self.whole.serve("save()")
+
+    def checked(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Of several ranks all refuse what one refuses in here."""
+        return contextlib.nullcontext() if self.ranks is None else refused_by_all(self.ranks.gather, what)
 
     @contextlib.contextmanager
     def _all_ranks(self) -> Iterator[None]:
@@ -478,7 +503,7 @@ class Runtime:
             layer.current.parameters[index].copy_(layer.host_weights[index])
         spec = layer.layout.slots[index].spec
         if spec.updated and spec.master:
-            layer.state(index, "master").copy_(layer.cpu_weight(index))
+            layer.put_state(index, "master", layer.in_shape(index, layer.cpu_weight(index)))
 
     def _refuse_unknown_gradients(self) -> None:
         for parameter, (layer, index) in self._home.items():
@@ -562,15 +587,23 @@ class Runtime:
     @torch.no_grad()
     def master_parameters(self) -> dict[str, torch.Tensor]:
         """The fp32 value of every parameter that is updated, by name, on the CPU: views of the
-        runtime's own state, or copies where it lives on the device."""
+        runtime's own state, or copies where it lives on the device or on several hosts, whose ranks call it alike.
+        """
         self.synchronize()
         self._check_parameters()
+        if self.whole is not None:
+            self.whole.begin("master_parameters()")
         return {
-            layer.layout.slots[index].spec.name: layer.in_shape(index, layer.state(index, "master").cpu())
+            layer.layout.slots[index].spec.name: self._master(layer, index)
             for layer in self.layers
             for index in range(len(layer.parameters))
             if layer.layout.slots[index].spec.updated
         }
+
+    def _master(self, layer: LayerState, index: int) -> torch.Tensor:
+        if self.whole is not None and layer.layout.slots[index].spec.master:
+            return self.whole.whole(layer, index, "master")
+        return layer.in_shape(index, layer.state(index, "master").cpu())
 
     def _require_open(self) -> None:
         if self._closed:
@@ -599,6 +632,8 @@ class Runtime:
             if self.ranks is not None:
                 last_to_first.callback(self._own_state)
             last_to_first.callback(self.patch.restore)
+            if self.whole is not None:
+                last_to_first.callback(self._gather_state, self.whole)
             last_to_first.callback(self._hand_back)
             last_to_first.callback(self._drop_device_copies)
             last_to_first.callback(self.guards.detach)
@@ -626,6 +661,11 @@ class Runtime:
     def _unshared(self, tensor: torch.Tensor) -> torch.Tensor:
         """Memory of this process alone, where other ranks have the tensor's too."""
         return tensor if self.ranks is None else tensor.clone()
+
+    def _gather_state(self, whole: WholeState) -> None:
+        whole.begin("restore()")
+        self.patch.gather(whole.whole)
+        whole.begin("the end of restore()")  # nobody leaves before all have what they came for
 
     def _own_state(self) -> None:
         for state in self.patch.optimizer.state.values():

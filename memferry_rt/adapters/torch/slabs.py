@@ -4,13 +4,42 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from memferry_allocator import Driver, Mode, Place, ShadowBuffer, Stream
 
 from .layer import LayerState
+from .optimizer import Whole
 from .state import OptimizerState, ParameterState, plain_name
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """See `PartialState`; of one parameter.
+
+    Attributes
+    ----------
+    reader : callable
+        Puts state of this layer, index and name together.
+    """
+
+    layer: LayerState
+    index: int
+    reader: Whole
+
+    @property
+    def names(self) -> frozenset[str]:
+        slot = self.layer.layout.slots[self.index]
+        return frozenset(slot.state) | ({"master"} if slot.master >= 0 else frozenset())
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self.reader(self.layer, self.index, name)
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        self.layer.put_state(self.index, name, value)
 
 
 class SlabAccess:
@@ -50,10 +79,11 @@ class SlabAccess:
         self._optimizer_state = state_of
 
     @contextlib.contextmanager
-    def open(self, *, write: bool) -> Iterator[list[ParameterState]]:
+    def open(self, *, write: bool, whole: Whole | None) -> Iterator[list[ParameterState]]:
         """All state as live tensors, in the order of ``model.named_parameters()``.
 
-        Optimizer state that is resident is device memory, in the order of the calling thread's stream.
+        What `whole` puts together is not all on this host; None where everything is.  Optimizer state that is
+        resident is device memory, in the order of the calling thread's stream.
 
         No update may be under way, and with `write` no layer may have a device copy in use.
         """
@@ -61,7 +91,8 @@ class SlabAccess:
             for layer in self._layers:
                 self._acquire(layer, views, write=write)
             try:
-                yield [self._state_of(name, parameter) for name, parameter in self._model.named_parameters()]
+                parameters = self._model.named_parameters()
+                yield [self._state_of(name, parameter, whole) for name, parameter in parameters]
             finally:
                 if write:
                     for layer in self._layers:
@@ -81,11 +112,14 @@ class SlabAccess:
             return
         views.callback(state.end)
 
-    def _state_of(self, name: str, parameter: nn.Parameter) -> ParameterState:
+    def _state_of(self, name: str, parameter: nn.Parameter, whole: Whole | None) -> ParameterState:
         layer, index = self._home[parameter]
         spec = layer.layout.slots[index].spec
         weight = layer.in_shape(index, layer.cpu_weight(index))
         if not spec.updated:
             return ParameterState(plain_name(name), parameter, weight, None, None)
         master = layer.in_shape(index, layer.state(index, "master")) if spec.master else None
-        return ParameterState(plain_name(name), parameter, weight, master, self._optimizer_state(parameter))
+        partial = None if whole is None else HeldState(layer, index, whole)
+        return ParameterState(
+            plain_name(name), parameter, weight, master, self._optimizer_state(parameter), partial
+        )

@@ -17,6 +17,7 @@ from ...layout import MOMENTS
 
 Tensors = dict[str, torch.Tensor]
 Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+Read = Callable[[str, torch.Tensor], torch.Tensor]  # the whole of a live tensor of this name
 
 
 class OptimizerState(Protocol):
@@ -26,8 +27,7 @@ class OptimizerState(Protocol):
     def shaped(self) -> tuple[str, ...]:
         """Its tensors that have the parameter's shape, whenever they are there, as far as that is known."""
 
-    @property
-    def begun(self) -> bool:
+    def begun(self, read: Read) -> bool:
         """Whether it is another than before the first step, whatever the step number."""
 
     def tensors(self) -> Tensors:
@@ -41,6 +41,20 @@ class OptimizerState(Protocol):
 
     def clear(self) -> None:
         """As before the first step."""
+
+
+class PartialState(Protocol):
+    """State of which this host has a part, and other hosts the rest: the tensors with these names."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """ "master", or as in ``optimizer.state``."""
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A copy of all of a tensor, in the parameter's shape."""
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Take over what this host has of it."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,8 @@ class ParameterState:
         Its fp32 master, if it has one beside it.
     optimizer : OptimizerState or None
         None if the optimizer does not update it.
+    partial : PartialState or None
+        What of this is not all here; it is read by `whole` and written by `fill`.
     """
 
     name: str
@@ -64,6 +80,7 @@ class ParameterState:
     weight: torch.Tensor
     master: torch.Tensor | None
     optimizer: OptimizerState | None
+    partial: PartialState | None = None
 
     @property
     def value(self) -> torch.Tensor:
@@ -73,7 +90,21 @@ class ParameterState:
     @property
     def begun(self) -> bool:
         """Whether it has optimizer state that is another than before the first step."""
-        return self.optimizer is not None and self.optimizer.begun
+        return self.optimizer is not None and self.optimizer.begun(self.whole)
+
+    def whole(self, name: str, live: torch.Tensor) -> torch.Tensor:
+        """All values of a live tensor; its name is "master", or as in ``optimizer.state``."""
+        return live if self.partial is None or name not in self.partial.names else self.partial.whole(name)
+
+    def fill(self, name: str, live: torch.Tensor, source: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """Let a source fill a live tensor, named as for `whole`, and give all of what it has filled."""
+        if self.partial is None or name not in self.partial.names:
+            source(live)
+            return live
+        whole = torch.empty_like(live)
+        source(whole)
+        self.partial.put(name, whole)
+        return whole
 
 
 class PlainMoments:
@@ -86,9 +117,8 @@ class PlainMoments:
         self._group = group
         self._parameter = parameter
 
-    @property
-    def begun(self) -> bool:
-        return self._step() != 0 or any(bool(moment.any()) for moment in self.tensors().values())
+    def begun(self, read: Read) -> bool:
+        return self._step() != 0 or any(bool(read(key, moment).any()) for key, moment in self.tensors().items())
 
     def _step(self) -> float:
         return float(self._optimizer.state.get(self._parameter, {}).get("step", 0.0))
@@ -142,8 +172,7 @@ class Entry:
         entry: dict[str, Any] = self._optimizer.state.get(self._parameter, {})
         return entry
 
-    @property
-    def begun(self) -> bool:
+    def begun(self, read: Read) -> bool:
         return bool(self._entry)
 
     def tensors(self) -> Tensors:

@@ -9,7 +9,6 @@ the whole mean on every rank, to be read and not to be written.
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +25,9 @@ from ..gradient_slot import GradientSlot
 from ..gradients import GradientFlow
 from ..layer import LayerState
 from ..norm import norms_of
-from .exchange import Flight, PieceExchange
-from .ranks import Ranks, digest
+from .consent import digest
+from .exchange import Column, Flight, PieceExchange
+from .ranks import Ranks
 
 
 class RankGradients(GradientFlow):
@@ -56,7 +56,7 @@ class RankGradients(GradientFlow):
         self._by_index: dict[int, LayerState] = {}  # layers that have gradients
         self._order: list[LayerState] = []
         self._turn = 0
-        self._flying: deque[tuple[LayerState, Flight]] = deque()
+        self._flying: list[tuple[LayerState, Flight]] = []
         self._local: dict[LayerState, dict[GradientSlot, torch.Tensor]] = {}
         self._kept: set[GradientSlot] = set()  # whose home has the sum of earlier micro-steps
         self._given: set[GradientSlot] = set()  # what this backward has given a gradient
@@ -69,7 +69,7 @@ class RankGradients(GradientFlow):
 
     @functools.cached_property
     def _meetings(self) -> Meetings:
-        return Meetings(self._ranks.board, len(self._by_index))
+        return Meetings(self._ranks.gather, len(self._by_index))
 
     # -- during backward --------------------------------------------------------------------------------
     def in_backward(self) -> None:
@@ -163,30 +163,35 @@ class RankGradients(GradientFlow):
     def _take_off(self, layer: LayerState) -> None:
         local = self._local.pop(layer, {})
         flat = {slot.index: slot.flat(slot.widened(gradient)) for slot, gradient in local.items()}
-        self._flying.append((layer, self._exchange.send(layer.layout, flat)))
+        flight = self._exchange.send(layer.layout, flat, lambda index: layer.geometry[index].gradient_dtype)
         for slot in local:
             slot.show(slot.home)
-        while len(self._flying) > 1:  # one is on its way while backward computes
-            self._land(*self._flying.popleft())
+        before, self._flying = self._flying, []
+        for earlier, other in before:  # each is on one leg of its way while backward computes
+            column = other.go_on()
+            if column is None:
+                self._flying.append((earlier, other))
+            else:
+                self._land(earlier, column)
+        self._flying.append((layer, flight))
 
-    def _land(self, layer: LayerState, flight: Flight) -> None:
-        home, stream = self._homes[layer], self._stream()
+    def _land(self, layer: LayerState, column: Column) -> None:
+        """Send home what this rank brings there, and take the norm of what it owns."""
+        home, stream, share = self._homes[layer], self._stream(), self._ranks.share
         slots = {slot.index: slot for slot in home.slots}
-        parts = self._ranks.share.parts(layer.layout)
-        piece, views = self._exchange.land(
-            flight, layer.layout, parts, lambda index: layer.geometry[index].gradient_dtype
-        )
-        for part in parts:
-            slot, view = slots[part.index], views[part.index]
-            if slot in self._kept:
-                self._add_home(slot, view, part.start, stream)
-            self._norms[slot] = norms_of([view])[0]
-        start, end = self._ranks.share.piece(layer.layout)
+        parts = {part.index: part for part in share.column_parts(layer.layout)}
+        for index, part in parts.items():
+            if slots[index] in self._kept:
+                self._add_home(slots[index], column.views[index], part.start, stream)
+        for own in share.parts(layer.layout):
+            first = own.start - parts[own.index].start
+            self._norms[slots[own.index]] = norms_of([column.views[own.index][first : first + own.count]])[0]
+        start, end = share.column(layer.layout)
         if layer.plan.gradient is GradientMode.INPLACE:
-            for part in parts:
-                self._write_home(slots[part.index], views[part.index], part.start, stream)
+            for index, part in parts.items():
+                self._write_home(slots[index], column.views[index], part.start, stream)
         elif end > start:
-            self._send_piece(layer, Span(home.span.ptr + start, end - start), piece, stream)
+            self._send_piece(layer, Span(home.span.ptr + start, end - start), column.data, stream)
 
     def _add_home(self, slot: GradientSlot, view: torch.Tensor, start: int, stream: Stream) -> None:
         if self._last is not None:  # what is there may be on its way
@@ -227,7 +232,8 @@ class RankGradients(GradientFlow):
             for layer in leaving:
                 self._take_off(layer)
             while self._flying:
-                self._land(*self._flying.popleft())
+                layer, flight = self._flying.pop(0)
+                self._land(layer, flight.land())
             self._came_home()
             leaving, norms = self._agree()
             self._kept |= self._given
@@ -241,6 +247,8 @@ class RankGradients(GradientFlow):
 
     def _came_home(self) -> None:
         """Block until the own pieces are at home."""
+        if self._ranks.several_hosts and not self._emulated:  # a peer that has ended is noticed here, not by NCCL
+            self._ranks.assembly.meet([], "the exchange of gradients")
         if self._last is None:
             return
         if not self._emulated:

@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
+import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from memferry_allocator import Driver, InvalidRequestError
+from memferry_allocator import Driver, InvalidRequestError, Span
 from memferry_allocator.sizes import align_up
 
-from ....errors import RankError, UnsupportedError
+from ....errors import UnsupportedError
 from ....layout import LayerLayout
-from ....parallel import ArenaAddress, Board, BoardLayout, RankArena, Share, SharedWords, host_key
-from ..optimizer import AmpScaling
-
-
-@dataclass(frozen=True)
-class _Told:
-    """What ranks tell each other before training."""
-
-    facts: dict[str, str]
-    refusal: str | None
-    host: str
-    processors: set[int]
+from ....parallel import (
+    ArenaAddress,
+    Board,
+    BoardLayout,
+    Part,
+    RankArena,
+    Share,
+    SharedWords,
+    count_hosts,
+    held_spans,
+)
+from .agreement import Told, cores_of, require_agreement
+from .assembly import Assembly, message_words
+from .network import Network, backend_of, network_of, timeout_of
+from .notice import Notice
 
 
 class Ranks:
@@ -41,23 +44,31 @@ class Ranks:
     ----------
     group : ProcessGroup
     share : Share
-        What of every layer is this rank's.
+        What of every layer is this rank's; on how many hosts they are is known after `agree`.
+    network : Network or None
+        What connects ranks of several hosts; None on one, and before `open`.
     arena : RankArena
-        The host state of all ranks; there after `open`.
+        The host state of this host's ranks; there after `open`.
     board : Board
         On which they keep step; there after `open`.
+    assembly : Assembly
+        Where all ranks of all hosts meet; there after `open`.
     cores : int
         Processors that this rank has for itself, of those that several may run on; known after `agree`.
     """
 
     arena: RankArena
     board: Board
+    assembly: Assembly
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.share = Share(dist.get_rank(group), dist.get_world_size(group))
+        self.network: Network | None = None
         self.cores = 1
         self.device: torch.device | None = None  # CUDA's, on which NCCL carries objects too
+        self.failed = False
+        self._notice: Notice | None = None
 
     @classmethod
     def join(cls, group: Any) -> Ranks | None:
@@ -84,12 +95,21 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether it is this rank that fills what all share."""
+        """Whether it is this rank whose weights count, and which writes checkpoints."""
         return self.rank == 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is this rank that fills what all of its host share."""
+        return self.share.local == 0
+
+    @property
+    def several_hosts(self) -> bool:
+        return self.share.hosts > 1
 
     # -- before training ------------------------------------------------------------------------------
     def agree(self, facts: Mapping[str, str], refusal: Exception | None = None) -> None:
-        """Refuse on every rank what one refuses, or has otherwise than the first.
+        """Refuse on every rank what one refuses, or has otherwise than the first; learn who is on which host.
 
         Parameters
         ----------
@@ -104,43 +124,21 @@ class Ranks:
             `refusal`, on the rank that has one.
         RankError
             On the others; or ranks differ, with the same message on all.
+        UnsupportedError
+            They are placed on hosts in a way that they cannot train in.
         """
-        own = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
-        mine = os.sched_getaffinity(0)
-        told = _Told(dict(facts), own, host_key(), mine)
-        found = [told] * self.size
-        with self._on_device():
-            dist.all_gather_object(found, told, group=self.group)
+        found = self._tell_all(Told.own(facts, refusal))
         if refusal is not None:
             raise refusal
-        for rank, other in enumerate(found):
-            if other.refusal is not None:
-                raise RankError(f"rank {rank} refuses, and so do all: {other.refusal}")
-        self._require_one_host([other.host for other in found])
-        self._require_alike([other.facts for other in found])
-        self.cores = max(1, len(mine) // sum(bool(mine & other.processors) for other in found))
+        require_agreement(found)
+        self.share = replace(self.share, hosts=count_hosts([other.host for other in found]))
+        self.cores = cores_of(self.rank, found)
 
-    @staticmethod
-    def _require_alike(found: Sequence[Mapping[str, str]]) -> None:
-        for rank, theirs in enumerate(found):
-            for name in [*found[0], *theirs]:
-                mine, other = found[0].get(name), theirs.get(name)
-                if mine != other:
-                    raise RankError(
-                        f"ranks differ in {name}: rank 0 has {mine or 'none'}, rank {rank} has {other or 'none'}; "
-                        "give every rank the same model, optimizer and options"
-                    )
-
-    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.device is None else torch.cuda.device(self.device)
-
-    def _require_one_host(self, hosts: Sequence[str]) -> None:
-        if len(set(hosts)) > 1:
-            names = ", ".join(f"rank {rank} on {host.split()[0]}" for rank, host in enumerate(hosts))
-            raise UnsupportedError(
-                f"process_group: its ranks are on several hosts or in several containers ({names}), and the host "
-                "state is shared within one; start all ranks on one host, in one container"
-            )
+    def _tell_all(self, told: Any) -> list[Any]:
+        found = [told] * self.size
+        with contextlib.nullcontext() if self.device is None else torch.cuda.device(self.device):
+            dist.all_gather_object(found, told, group=self.group)
+        return found
 
     @contextlib.contextmanager
     def refused_together(self) -> Iterator[None]:
@@ -151,6 +149,13 @@ class Ranks:
             self.agree({}, error)
             raise
 
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """What all must have done before any goes on."""
+        with self.refused_together():
+            yield
+        self.agree({})
+
     def require_backend(self, wanted: str) -> None:
         """Refuse a group that cannot carry the device's tensors by ``"nccl"`` or ``"gloo"``.
 
@@ -158,96 +163,86 @@ class Ranks:
         ------
         UnsupportedError
         """
-        device = torch.device("cuda" if wanted == "nccl" else "cpu")
-        try:
-            name = self.group._get_backend(device).name()
-        except RuntimeError:
-            name = "none"
+        device = "cuda" if wanted == "nccl" else "cpu"
+        name = backend_of(self.group, device)
         if name != wanted:
             raise UnsupportedError(
-                f"process_group: its backend for {device.type} tensors is {name}, and {wanted} is needed; call "
+                f"process_group: its backend for {device} tensors is {name}, and {wanted} is needed; call "
                 f"torch.distributed.init_process_group({wanted!r}), and offload to that device"
             )
 
     # -- shared memory --------------------------------------------------------------------------------
     def open(self, driver: Driver, layouts: Sequence[LayerLayout], nbytes: int) -> None:
-        """Map one arena of `nbytes` bytes on all ranks.
+        """Map one arena for `nbytes` bytes of slabs on all ranks of a host, and meet those of the others.
 
         Raises
         ------
         OutOfMemory, RegistrationError
             On a rank that cannot; the others raise `RankError` with its message.  Nothing is left.
         """
-        slots = sum(len(layout.slots) for layout in layouts)
-        layout = BoardLayout(self.size, len(layouts), 16 + len(layouts) + 3 * slots)
+        words = 16 + len(layouts) + 3 * sum(len(layout.slots) for layout in layouts)
+        layout = BoardLayout(self.share.locals, len(layouts), message_words(self.share.hosts, words))
         board = align_up(layout.nbytes, 4096)
+        parts = [Span(0, board), *held_spans(layouts, self.share, board)] if self.several_hosts else None
+        timeout = timeout_of(self.group)
         try:
-            if self.first:
-                self._try(lambda: RankArena.create(driver, board + nbytes))
-            else:
-                self.agree({})
-            addresses = [self.arena.address if self.first else None]
-            with self._on_device():
-                dist.broadcast_object_list(addresses, group=self.group, group_src=0)
-            self._try(lambda: self.arena if self.first else self._attach(driver, addresses[0]))
-            words = SharedWords(self.arena.array(self.arena.cut(board)).view(np.int64))
-            self.board = Board(words, layout, self.rank, self._timeout())
-            self._leave = weakref.finalize(self, _leave, self.board, os.getpid())  # not only when the process ends
-            self.agree({})  # every rank is on the board before another looks for it there
+            if self.several_hosts:
+                with self._together():
+                    self.network = network_of(self.group, self.share)
+            with self._together():
+                if self.leads:
+                    self.arena = RankArena.create(driver, board + nbytes, parts)
+            self._find(driver)
+            with self._together():  # every rank is on the board before another looks for it there
+                memory = SharedWords(self.arena.array(self.arena.cut(board)).view(np.int64))
+                self._meet_on(memory, layout, words, timeout)
         except BaseException:
             if hasattr(self, "arena"):
                 self.arena.close()
             raise
 
-    def _try(self, take: Callable[[], RankArena]) -> None:
-        refusal = None
-        try:
-            self.arena = take()
-        except Exception as error:
-            refusal = error
-        self.agree({}, refusal)
+    def _find(self, driver: Driver) -> None:
+        """Attach to the arena that the host's leader has made; learn how all call this training."""
+        address = self.arena.address if self.leads else None
+        found = self._tell_all((address, uuid.uuid4().hex if self.first else ""))
+        theirs: ArenaAddress = found[self.rank - self.share.local][0]
+        if self.several_hosts:
+            self._notice = Notice(self.group, found[0][1], self.rank)
+        with self._together():
+            if not self.leads:
+                self.arena = RankArena.attach(driver, theirs)
 
-    @staticmethod
-    def _attach(driver: Driver, address: ArenaAddress | None) -> RankArena:
-        assert address is not None
-        return RankArena.attach(driver, address)
+    def _meet_on(self, memory: SharedWords, layout: BoardLayout, words: int, timeout: float) -> None:
+        share, notice = self.share, self._notice
+        elsewhere = {} if notice is None else {"elsewhere": notice.read}
+        self.board = Board(memory, layout, share.local, timeout, first=share.rank - share.local, **elsewhere)
+        carriers = None if self.network is None else self.network.carriers
+        self.assembly = Assembly(self.board, share, words, carriers, notice)
+        self._leave = weakref.finalize(self, _leave, self.board, os.getpid())  # not only when the process ends
 
-    def _timeout(self) -> float:
-        """The group's time-out in seconds."""
-        for device in ("cpu", "cuda"):
-            try:
-                timeout = self.group._get_backend(torch.device(device)).options._timeout
-            except (RuntimeError, AttributeError):
-                continue
-            return float(timeout / timedelta(seconds=1))
-        return 1800.0
+    # -- the beginning of training ----------------------------------------------------------------------
+    def held(self, layout: LayerLayout) -> Sequence[Part] | None:
+        """The elements of a layer whose state this host has; None for all."""
+        return self.share.held(layout) if self.several_hosts else None
+
+    def first_value(self, own: torch.Tensor) -> torch.Tensor | None:
+        """What a parameter begins with, on the rank that fills its host's pages: the value of rank 0."""
+        if not self.leads or not self.several_hosts:
+            return own if self.leads else None
+        exact = torch.float32 if own.is_floating_point() and own.element_size() <= 4 else own.dtype
+        value = torch.empty(own.shape, dtype=exact, device="cpu").copy_(own)
+        if value.numel():
+            self.assembly.spread(value, "the first weights")
+        return value
 
     # -- during training ------------------------------------------------------------------------------
+    def gather(self, message: Sequence[int] | npt.NDArray[np.int64], what: str) -> list[npt.NDArray[np.int64]]:
+        """See `Assembly.gather`."""
+        return self.assembly.gather(message, what)
+
     def fence(self, what: str) -> None:
         """Block until every rank is here."""
-        self.board.gather([], what)
-
-    def agree_on_step(self, scaling: AmpScaling | None, settings: Sequence[Any]) -> AmpScaling | None:
-        """What the scalers of all ranks say together: finite where it is for all.
-
-        Raises
-        ------
-        RankError
-            They scale differently, or their optimizers have other settings.
-        """
-        inverse = 0.0 if scaling is None or scaling.inverse is None else scaling.inverse
-        finite = scaling is None or scaling.finite
-        own = [scaling is not None, finite, int(np.float64(inverse).view(np.int64)), digest(repr(settings))]
-        found = [message.tolist() for message in self.board.gather(own, "their step")]
-        for rank, other in enumerate(found):
-            if (other[0], other[2]) != (found[0][0], found[0][2]):
-                raise RankError(f"ranks differ in their GradScaler: rank {rank} has another scale than rank 0")
-            if other[3] != found[0][3]:
-                raise RankError(
-                    f"ranks differ in the optimizer's settings: rank {rank} has others than rank 0, perhaps a "
-                    "learning rate; schedule them alike on all ranks"
-                )
-        return None if scaling is None else replace(scaling, finite=all(other[1] for other in found))
+        self.gather([], what)
 
     def refuse_write(self, name: str) -> NoReturn:
         """Nobody may write to a weight in place: every rank would do it once more to what all share."""
@@ -264,8 +259,15 @@ class Ranks:
             yield
         except BaseException as error:
             if hasattr(self, "board"):
-                self.board.fail(error)
+                self.fail(error)
             raise
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank cannot go on, and why."""
+        self.failed = True
+        self.board.fail(error)
+        if self._notice is not None:
+            self._notice.put(error)
 
     def close(self) -> None:
         """Take part no more."""
@@ -275,8 +277,3 @@ class Ranks:
 def _leave(board: Board, pid: int) -> None:
     if os.getpid() == pid:  # a fork is no rank
         board.leave()
-
-
-def digest(text: str) -> int:
-    """63 bits that differ where texts do."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from memferry_allocator import Event
 
+from ....errors import RankError
 from ....native import NativeCalls
-from ....parallel import Board
 from ....updates import UpdateQueue
+from ..layer import LayerState
+from .new_weights import NewWeights
+from .ranks import Ranks
 
 
 class RankUpdates(UpdateQueue):
@@ -17,9 +20,8 @@ class RankUpdates(UpdateQueue):
 
     Parameters
     ----------
-    board : Board
-    cores : int
-        Processors that this rank may use.
+    ranks : Ranks
+    layers : sequence of LayerState
     emulated : bool
         The device does nothing before somebody waits for it.
     options
@@ -33,12 +35,16 @@ class RankUpdates(UpdateQueue):
 
     streamed_until: Callable[[int], Event | None]
 
-    def __init__(self, board: Board, *, cores: int, emulated: bool, feeder: bool, **options: Any) -> None:
-        super().__init__(max(1, cores - (2 if feeder else 1)), feeder=feeder, **options)
-        self._board = board
+    def __init__(
+        self, ranks: Ranks, layers: Sequence[LayerState], *, emulated: bool, feeder: bool, **options: Any
+    ) -> None:
+        super().__init__(max(1, ranks.cores - (2 if feeder else 1)), feeder=feeder, **options)
+        self._ranks = ranks
+        self._board = ranks.board
         self._emulated = emulated
         self._numbers: dict[int, int] = {}  # of the last update of each layer; all ranks count alike
         self._told: dict[int, int] = {}
+        self._across = NewWeights(ranks, layers, self._board.write) if ranks.several_hosts else None
         self._broken = False
 
     def submit(self, layer: int, pieces: Iterable[Callable[[], None]], end: Callable[[], None]) -> None:
@@ -55,6 +61,8 @@ class RankUpdates(UpdateQueue):
 
     def _count(self, layer: int) -> None:
         self._numbers[layer] = self._numbers.get(layer, 0) + 1
+        if self._across is not None:
+            self._across.expect(layer)
 
     def poll(self, layer: int) -> bool:
         self._tell()
@@ -68,7 +76,7 @@ class RankUpdates(UpdateQueue):
             super().wait(layer)
         except BaseException as error:
             self._broken = True
-            self._board.fail(error)
+            self._ranks.fail(error)
             raise
         self._tell()
         number = self._numbers.get(layer, 0)
@@ -77,7 +85,11 @@ class RankUpdates(UpdateQueue):
             self._tell()  # while this rank waits, others may wait for what it has ready
             return self._board.written(layer, number)
 
-        self._board.wait(written, "their parts of an update")
+        try:
+            self._board.wait(written, "their parts of an update")
+        except RankError as error:
+            self._ranks.fail(error)
+            raise
 
     def wait_all(self) -> None:
         super().wait_all()
@@ -92,7 +104,13 @@ class RankUpdates(UpdateQueue):
             update = self._pending.get(layer)
             if (update is None or (update.done() and not update.failed())) and self._at_home(layer):
                 self._told[layer] = number
-                self._board.write(layer, number)
+                if self._across is None:
+                    self._board.write(layer, number)
+                else:
+                    self._across.ready(layer, number)
+        if self._across is not None:
+            with self._ranks.told():
+                self._across.go_on()
 
     def _at_home(self, layer: int) -> bool:
         """Whether the device has sent home what it was to make of a layer's update, all of which is enqueued."""
