@@ -349,11 +349,11 @@ class GradientFlow(GradientHomes):
             self._last = None
         for layer, home in self._homes.items():
             if home.fresh:
-                home.fresh = False
                 spans = [home.span if home.on_device else self._device_span(home.span)]
                 home.bracket = self._driver.launch(
                     stream, reads=spans, writes=spans, label=f"gradients of {layer.name} after backward"
                 )
+                home.fresh = False
                 for slot in home.slots:
                     slot.leaving = None
 

@@ -37,6 +37,7 @@ from .layer import DeviceViews, Geometry, LayerState, ViewKey
 from .memory import DeviceMemory
 from .modes import GivenPlan, LayerPlan
 from .parallel import RankGradients, Ranks, RankUpdates
+from .plan_change import InForce, PlanChange, source_of
 from .planning import Planning
 from .report import Report
 from .reporting import report_of
@@ -90,8 +91,9 @@ class Runtime:
         self.steps = 0
         self.spares = spares
         self._closed = False
-        self._know(plan)
         self.planning = planning
+        given = plan if isinstance(plan, Plan) else None
+        self.plans = PlanChange(self, InForce(plans, budget, given, source_of(plan)))
         layouts = planning.layouts
         self._last_used: LayerState | None = None
         self.stalls = StallMeter(driver, device)
@@ -152,7 +154,7 @@ class Runtime:
         if spares:
             self._update_early(cut_spares(self.arena, layouts, spares))
         self.memory.open()
-        self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
+        self.use_rings()
         self.autopilot = Autopilot(self) if auto else None
         if ranks is not None:
             ranks.fence("offload()")  # the first has filled what all share
@@ -269,6 +271,8 @@ class Runtime:
     # -- forward and backward ---------------------------------------------------------------------------
     def _load(self, layer: LayerState, support: Support) -> DeviceViews | None:
         """Bring a layer into device memory and pin it, or None where such a module reads it at home."""
+        if self.plans.failure:
+            self._require_open()
         training, backward = torch.is_grad_enabled(), in_backward()
         if backward and self.autopilot is not None:
             self.autopilot.recomputes = True
@@ -492,48 +496,44 @@ class Runtime:
         if larger is None:
             return
         self.synchronize()
-        if any(layer.held() for layer in self.layers):
-            return
-        self.driver.synchronize(self.device)
-        self._drop_device_copies()
-        self.memory.resize(larger)
-        self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
+        if not any(layer.held() for layer in self.layers):
+            self.plans.grow(larger)
 
     def set_plan(self, plan: GivenPlan) -> None:
         """Change the modes of layers between two steps; see `memferry_rt.set_plan`."""
         self._require_open()
-        self.exchange(plan)
+        self.plans.to(plan)
         if self.autopilot is not None:
             self.autopilot.stop("set_plan() has said otherwise")
 
-    def exchange(self, plan: GivenPlan | None, source: str | None = None) -> None:
-        """As `set_plan`, by whoever `source` says."""
-        plans = self.planning.resolve(plan)
-        budget = self.planning.budget(plans).replacing(self.memory.budget)
+    @property
+    def plan(self) -> Plan | None:
+        """The planner's plan that is in force, if it is one of those."""
+        return self.plans.in_force.plan
+
+    def rest(self) -> None:
+        """No update is under way on return, and nobody else uses device copies: they may be dropped.
+
+        Raises
+        ------
+        OffloadError
+            A tensor aliases one of them.
+        """
         self.synchronize()
         self.scopes.reset()
         self.step_updates.refuse_aliases(self.layers)
-        self._know(plan, source)
         self.step_updates.forget_early()
         self.gradients.end_use()
-        self.driver.synchronize(self.device)
-        self._drop_device_copies()
-        for layer, each in zip(self.layers, plans, strict=True):
-            layer.plan = each
-        self.dispatch.apply()
-        self.memory.resize(budget)
-        self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
 
-    def _know(self, plan: GivenPlan | None, source: str | None = None) -> None:
-        """Remember what is planned, and by whom."""
-        self.plan: Plan | None = plan if isinstance(plan, Plan) else None
-        given = "default" if plan is None else "by hand" if self.plan is None else "given plan"
-        self.plan_source = source or given
-
-    def _drop_device_copies(self) -> None:
+    def drop_device_copies(self) -> None:
+        """Bring everything home that is newer on the device, and give its memory back to the pool."""
         self.saved.forget()
         self.gradients.use()
         self.memory.drop()
+
+    def use_rings(self) -> None:
+        """Let gradients leave through the rings that the pool has now."""
+        self.gradients.use(self.memory.ring, self.memory.outgoing, self.memory.moves)
 
     def _state_moved(self, layer: LayerState) -> None:
         self.gradients.move_home(layer)
@@ -569,6 +569,8 @@ class Runtime:
     def _require_open(self) -> None:
         if self._closed:
             raise OffloadError("this model was restored; call memferry_rt.offload again")
+        if self.plans.failure:
+            raise OffloadError(f"{self.plans.failure}; call memferry_rt.restore(model)")
 
     def close(self) -> None:
         """Give model and optimizer back as ordinary objects, and release host pinning and device memory.
@@ -594,7 +596,7 @@ class Runtime:
                 last_to_first.callback(self._own_state)
             last_to_first.callback(self.patch.restore)
             last_to_first.callback(self._hand_back)
-            last_to_first.callback(self._drop_device_copies)
+            last_to_first.callback(self.drop_device_copies)
             last_to_first.callback(self.guards.detach)
             last_to_first.callback(self.gradients.detach)
             last_to_first.callback(self.dispatch.restore)

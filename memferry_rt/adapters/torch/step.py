@@ -174,9 +174,10 @@ class StepUpdates:
 
     def settle(self, layer: LayerState) -> None:
         """Block until a layer's streaming is over; its update is enqueued."""
-        end = self._streamed.pop(layer, None)
+        end = self._streamed.get(layer)
         if end is not None:
             end.synchronize()
+            del self._streamed[layer]
 
     def numel(self, layers: Iterable[LayerState]) -> int:
         """How many parameters the optimizer updates in these layers."""
