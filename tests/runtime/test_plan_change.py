@@ -10,54 +10,24 @@ import pytest
 import torch
 
 import memferry_rt
-from memferry_allocator import DevicePool, EmulatedDriver, EmulatedOptions, OutOfMemory
+from memferry_allocator import DevicePool, EmulatedDriver, OutOfMemory
 from memferry_rt import OffloadError
 from memferry_rt.adapters.torch.gradient_homes import GradientHomes
 from memferry_rt.adapters.torch.tensors import TensorFactory
 from memferry_rt.adapters.torch.weight_panels import WeightPanels
 
 from .faults import Fault, FaultError
-from .models import Decoder, next_token_loss
+from .models import next_token_loss
 from .test_plan_in_runtime import ALL, _changed, _plan
+from .twins import Twins
 
 
-class Twins:
-    """The same training in plain PyTorch and offloaded, step by step; gradients stay until the next one."""
-
-    def __init__(self, **options: Any) -> None:
-        self.plain, self._reference = self._make()
-        self.model, self._optimizer = self._make()
-        self.steps = 0
-        options = {"device_memory": 4 << 20, "emulated": EmulatedOptions(), **options}
-        memferry_rt.offload(self.model, self._optimizer, device="emulated", **options)
-        self.runtime = memferry_rt.runtime_of(self.model)
-
-    @staticmethod
-    def _make() -> tuple[Decoder, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = Decoder(layers=3)
-        return model, torch.optim.AdamW(model.parameters(), fused=True)
-
-    def step(self) -> None:
-        for model, optimizer in ((self.plain, self._reference), (self.model, self._optimizer)):
-            optimizer.zero_grad()
-            next_token_loss(model, self.steps).backward()
-            optimizer.step()
-        self.steps += 1
-
-    def assert_same(self, what: object) -> None:
-        memferry_rt.synchronize(self.model)
-        for (name, one), other in zip(self.plain.named_parameters(), self.model.parameters(), strict=True):
-            assert torch.equal(one, other), (what, name)
-            assert torch.equal(one.grad, other.grad), (what, name)
-
-    @property
-    def told(self) -> tuple[Any, ...]:
-        """What is said to be in force, and where layers really are."""
-        report = self.runtime.report()
-        modes = [(each.weight_mode, each.gradient_mode, each.state_mode) for each in report.per_layer]
-        residents = [layer.name for layer in self.runtime.memory.residents.layers]
-        return memferry_rt.plan_of(self.model), report.plan_source, modes, residents, report.pool_nbytes
+def told(twins: Twins) -> tuple[Any, ...]:
+    """What is said to be in force, and where layers really are."""
+    report = twins.runtime.report()
+    modes = [(each.weight_mode, each.gradient_mode, each.state_mode) for each in report.per_layer]
+    residents = [layer.name for layer in twins.runtime.memory.residents.layers]
+    return memferry_rt.plan_of(twins.model), report.plan_source, modes, residents, report.pool_nbytes
 
 
 @pytest.fixture
@@ -92,7 +62,7 @@ def test_a_failing_call_leaves_the_plan_before(
     twins.step()
     fault = Fault(make)
     fault.hit(monkeypatch, owner, call)
-    before, failed = twins.told, 0
+    before, failed = told(twins), 0
     for after in range(500):
         fault.arm(after)
         try:
@@ -100,10 +70,10 @@ def test_a_failing_call_leaves_the_plan_before(
         except (FaultError, OutOfMemory, torch.OutOfMemoryError):
             failed += 1
             assert fault.disarm()
-            assert twins.told == before, after
+            assert told(twins) == before, after
             twins.assert_same(after)
         else:
-            assert twins.told != before
+            assert told(twins) != before
             if not fault.disarm():
                 break
             memferry_rt.set_plan(twins.model, first)  # what failed was to be had in vain
@@ -125,12 +95,12 @@ def opening(monkeypatch: pytest.MonkeyPatch) -> Fault:
 def test_if_the_plan_before_fails_too_everything_is_streamed(twins: Twins, opening: Fault) -> None:
     memferry_rt.set_plan(twins.model, _planned())
     twins.step()
-    pool = twins.told[-1]
+    pool = told(twins)[-1]
     opening.arm(0, times=2)
     with pytest.raises(OffloadError, match="every layer is streamed now, and training can go on") as caught:
         memferry_rt.set_plan(twins.model, "*=resident")
     assert isinstance(caught.value.__cause__, OutOfMemory)
-    plan, source, modes, residents, nbytes = twins.told
+    plan, source, modes, residents, nbytes = told(twins)
     assert (plan, source, residents) == (None, "default, after a plan has failed", [])
     assert set(modes) == {("stream", "buffer", "")}
     assert nbytes < pool
@@ -139,8 +109,8 @@ def test_if_the_plan_before_fails_too_everything_is_streamed(twins: Twins, openi
         twins.step()
     memferry_rt.set_plan(twins.model, _planned())
     twins.step()
-    assert twins.told[0] is _planned()
-    assert twins.told[-1] == pool
+    assert told(twins)[0] is _planned()
+    assert told(twins)[-1] == pool
     twins.assert_same("planned again")
 
 

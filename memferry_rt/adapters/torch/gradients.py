@@ -218,14 +218,13 @@ class GradientFlow(GradientHomes):
         self._settle(slot.layer)
         if partial is None:
             self._let_go(slot)
-        elif slot.leaving is not None:  # this very backward has written it a moment ago
-            self._wait(stream, slot.leaving)
-            slot.leaving = None
+        self._wait_until_home(slot, stream)
         home.end_bracket()
         slot.micro_steps = 1 if partial is None else slot.micro_steps + 1
         complete = slot.micro_steps >= self._accumulate
         known = slot.written_rows
         rows = known[1] if known is not None and known[0] == slot.home._version else None
+        slot.written_rows, slot.version = None, -1  # a failure leaves some of it written
         spans = [self._home_span(slot)]
         box = self._outbox(slot, whole) if partial is None else None
         if box is None:
@@ -240,7 +239,11 @@ class GradientFlow(GradientHomes):
                     scatter=None if self._moves is None else (self._moves, stream),
                 )
         else:
-            written = whole.write(slot.home, partial=False, rows=rows, complete=complete, outbox=box)
+            try:
+                written = whole.write(slot.home, partial=False, rows=rows, complete=complete, outbox=box)
+            finally:  # of one that fails some panels may have left
+                if box.last is not None:
+                    slot.leaving = self._last = box.last
         if box is None:  # what the copy engine carries home it has counted
             slot.layer.traffic.written_in_place += written.nbytes
         slot.layer.traffic.read_in_place += written.nbytes_read
@@ -248,8 +251,6 @@ class GradientFlow(GradientHomes):
         slot.norm = written.norm
         if box is None:
             self._is_written(slot, stream)
-        else:
-            slot.leaving = self._last = box.last
         if partial is None:
             slot.show(slot.home)
         slot.version = slot.home._version if complete else -1
@@ -265,9 +266,7 @@ class GradientFlow(GradientHomes):
         if partial is not slot.home or home.bracket is not None:
             gradient.add_(partial)
             return
-        if slot.leaving is not None:  # this very backward has sent it away a moment ago
-            self._wait(stream, slot.leaving)
-            slot.leaving = None
+        self._wait_until_home(slot, stream)
         reads = [self._home_span(slot)]
         with self._driver.launch(stream, reads=reads, label=f"add to {slot.name}"):
             gradient.add_(partial)
@@ -280,15 +279,14 @@ class GradientFlow(GradientHomes):
         slot.written_rows = None
         home.end_bracket()
         if home.on_device:
-            if slot.leaving is not None:  # this very backward has delivered it a moment ago
-                self._wait(stream, slot.leaving)
-                slot.leaving = None
+            self._wait_until_home(slot, stream)
             with self._writes_home(slot, "gradient of"):
                 slot.home.copy_(gradient)
             if complete and slot.layer.sums is not None:
                 self._deliver(slot, stream)
             return
         if slot.layer.plan.gradient is GradientMode.INPLACE:
+            self._wait_until_home(slot, stream)
             with self._writes_home(slot, "gradient of"):
                 slot.home.copy_(gradient)
             slot.layer.traffic.written_in_place += slot.span.nbytes
@@ -305,6 +303,12 @@ class GradientFlow(GradientHomes):
             self._lane.wait(stream.record())
             left = functools.partial(self._ring.leaving, piece)
             self._copy_home(slot, Span(slot.span.ptr + piece.offset, piece.span.nbytes), piece.span, left)
+
+    def _wait_until_home(self, slot: GradientSlot, stream: Stream) -> None:
+        """Let kernels touch a gradient at home that this backward, or one that failed, has sent there."""
+        if slot.leaving is not None:
+            self._wait(stream, slot.leaving)
+            slot.leaving = None
 
     def _deliver(self, slot: GradientSlot, stream: Stream) -> None:
         """Send a gradient that is at home on the device to where the CPU's update reads it."""
