@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from functools import cache
 
@@ -9,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from memferry_allocator import DriverNotFoundError, open_driver
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for programs that tests start: waiting threads spin
 
 pytest.register_assert_rewrite(
     "tests.allocator.machine",
@@ -26,6 +29,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "devices(n): needs n devices of the driver under test")
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: the collector, which many tests call, need not go through it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @cache
