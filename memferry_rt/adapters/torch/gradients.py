@@ -27,7 +27,7 @@ from memferry_transport import TransferEngine
 from ...device_kernels import DeviceMoves
 from ...plan.modes import GradientMode
 from ...staging import StagingRing
-from .contributions import Contribution
+from .contributions import Contribution, joined, summed
 from .gradient_homes import GradientHomes, LayerHome
 from .gradient_slot import GradientSlot, accumulation
 from .layer import LayerState
@@ -100,7 +100,7 @@ class GradientFlow(GradientHomes):
             slot.partial = None
             if slot.arriving:
                 slot.partial, slot.parameter.grad = slot.parameter.grad, None
-            return (_sum(pending, gradients[0]),) if pending else None
+            return (summed(pending, gradients[0]),) if pending else None
 
         def after(parameter: torch.Tensor) -> None:
             me, slot = flow(), known()
@@ -211,7 +211,7 @@ class GradientFlow(GradientHomes):
         """Make a gradient at home if modules alone add to it, of one kind; whether it is there."""
         alone = given is not None and given.numel() > 0 and not any(given.stride())
         partial = slot.parameter.grad
-        whole = _joined(pending) if partial is None or len(pending) == 1 else None
+        whole = joined(pending) if partial is None or len(pending) == 1 else None
         if whole is None or not alone or not (partial is None or partial is slot.home):
             return False
         stream, home = self._stream(), self._homes[slot.layer]
@@ -408,22 +408,3 @@ class GradientFlow(GradientHomes):
         self.finish()
         for slot in sent:
             slot.leaving = None
-
-
-def _sum(pending: Sequence[Contribution], given: torch.Tensor | None) -> torch.Tensor | None:
-    """All that adds to a gradient, as autograd adds it up.
-
-    What it was given in the place of the pending ones is zeros of the sign that changes nothing.
-    """
-    with torch.no_grad():
-        total = pending[0].dense()
-        for contribution in pending[1:]:
-            total = total + contribution.dense()
-        return total if given is None else total + given
-
-
-def _joined(pending: Sequence[Contribution]) -> Contribution | None:
-    whole: Contribution | None = pending[0]
-    for contribution in pending[1:]:
-        whole = None if whole is None else whole.joined(contribution)
-    return whole

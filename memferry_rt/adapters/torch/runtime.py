@@ -25,6 +25,7 @@ from .dispatch import Dispatch
 from .early import cut_spares, host_nbytes
 from .exactness import Exactness
 from .forward import ForwardScopes, scope_of
+from .gradient_scale import gradient_scale
 from .gradient_slot import GradientSlot
 from .guards import ModelGuards
 from .layer import Geometry, LayerState
@@ -41,7 +42,6 @@ from .saved import SavedWeights
 from .set_up import early_updates, gradient_flow, step_updates, update_queue
 from .slabs import SlabAccess
 from .state import ParameterState
-from .step import gradient_scale
 from .tensors import TensorFactory
 from .writes import UserWrites
 
