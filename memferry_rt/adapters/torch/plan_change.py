@@ -99,8 +99,9 @@ class PlanChange:
         self._runtime.rest()
         try:
             self._exchange(replace(self.in_force, budget=budget))
-        except NO_ROOM:
-            return
+        except (*NO_ROOM, OffloadError):
+            if self.failure:
+                raise
 
     def _exchange(self, wanted: InForce) -> None:
         before = self.in_force
