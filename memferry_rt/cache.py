@@ -104,9 +104,10 @@ class LayerCache:
 
     def let_go(self) -> None:
         """No layer is kept any more."""
-        for layer in self._kept:
+        while self._kept:
+            layer = next(iter(self._kept))
             self._partitions[layer].unpin()
-        self._kept.clear()
+            self._kept.remove(layer)
 
     def pin(self, layer: int) -> None:
         """Keep a layer in device memory until it is unpinned as often."""

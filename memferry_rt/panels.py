@@ -77,7 +77,11 @@ class PanelRing:
         self.slot_nbytes = nbytes
         self.nbytes = slots * nbytes
         self.base = pool.allocate(self.nbytes, stream=stream)
-        self._lane.wait(stream.record())  # whoever had this memory before is done
+        try:
+            self._lane.wait(stream.record())  # whoever had this memory before is done
+        except BaseException:
+            pool.deallocate(self.base, self.nbytes, stream=stream)
+            raise
         self._emptied: list[Event | None] = [None] * slots
         self._next = 0
         self._begun: _Passage | None = None

@@ -70,11 +70,17 @@ class StateStream:
         self._update = update
         self._pool = pool
         self._pages = registrations(driver)
-        self._streams = [driver.create_stream(device) for _ in range(3)]
-        self._in, self.compute, self.out = self._streams
+        self._streams: list[Stream] = []
         self.elements = ring_elements(nbytes)
         self.nbytes = nbytes
-        self._base = pool.allocate(nbytes, stream=self._in)
+        try:
+            for _ in range(3):
+                self._streams.append(driver.create_stream(device))
+            self._in, self.compute, self.out = self._streams
+            self._base = pool.allocate(nbytes, stream=self._in)
+        except BaseException:
+            self._close_streams()
+            raise
         size = self.elements * BYTES
         self._slots = [_Slot(self._base + number * size) for number in range(SLOTS)]
         self._next = 0
@@ -114,11 +120,17 @@ class StateStream:
         return count / seconds if seconds > 0 else None
 
     def close(self, stream: Stream) -> None:
-        """Wait for what is under way, and give buffers and streams back; `stream` is any of the device."""
-        for own in self._streams:
-            own.synchronize()
-            own.close()
+        """Wait for what is under way, and give buffers and streams back; `stream` is any of the device.
+
+        A further call goes on where one has failed.
+        """
+        self._close_streams()
         self._pool.deallocate(self._base, self.nbytes, stream=stream, uses={})
+
+    def _close_streams(self) -> None:
+        while self._streams:
+            self._streams[-1].synchronize()
+            self._streams.pop().close()
 
     def _run(self, home: AdamOperands, prepared: Any, weights_stay: bool) -> None:
         slot = self._claim()

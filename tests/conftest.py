@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from functools import cache
 from pkgutil import resolve_name
@@ -10,6 +11,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from memferry_allocator import DriverNotFoundError, open_driver, register_driver
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for programs that tests start: waiting threads spin
 
 pytest.register_assert_rewrite(
     "tests.allocator.machine",
@@ -39,6 +42,12 @@ def pytest_configure(config: pytest.Config) -> None:
     name, _, place = (config.getoption("--driver") or "").partition("=")
     if place:
         register_driver(name, resolve_name(place))
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: the collector, which many tests call, need not go through it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @cache

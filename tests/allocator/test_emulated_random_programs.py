@@ -313,7 +313,7 @@ def _two_threads() -> Iterator[list[ThreadPoolExecutor]]:
         yield [one, other]
 
 
-@settings(max_examples=8 * settings.default.max_examples)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(program=programs, seed=st.integers(0, 1000), eagerness=st.sampled_from([0.0, 0.25, 1.0]))
 def test_races_are_reported_exactly(program: list[tuple[Any, ...]], seed: int, eagerness: float) -> None:
     with _two_threads() as pair:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memferry_allocator import (
@@ -241,7 +241,6 @@ WORLD = 60
 ranges = st.tuples(st.integers(0, WORLD - 1), st.integers(0, WORLD)).filter(lambda r: r[0] + r[1] <= WORLD)
 
 
-@settings(max_examples=3 * settings.default.max_examples)
 @given(
     registered=st.lists(ranges, max_size=8),
     closed=st.lists(st.integers(0, 7), max_size=3),

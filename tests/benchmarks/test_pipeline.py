@@ -27,6 +27,7 @@ RESULT: dict[str, Any] = {
 PEER = {"system": "another", "iteration_s": 1.0, "device_peak_bytes": 1 << 30}
 
 
+@pytest.mark.slow  # the next one is quick enough, and runs the same command
 def test_a_row_on_the_emulated_device() -> None:
     session = pipeline.Session("emulated", "tiny", 1, peers=False, limit_s=240)
     row = session.measure(pipeline.ROWS["llama-3b-11.5GiB"])

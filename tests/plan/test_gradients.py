@@ -29,7 +29,7 @@ def cheapest(gradients: list[Gradient], limit: int, unit: int) -> float | None:
     return min(found, default=None)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(gradients, st.integers(0, 70), st.integers(1, 3))
 def test_the_program_is_as_cheap_as_the_cheapest_of_all(gradients: list[Gradient], limit: int, unit: int) -> None:
     found = offload_gradients(gradients, limit, unit=unit)
@@ -103,7 +103,7 @@ def run(gradients: list[Gradient], chosen: tuple[bool, ...], limit: int) -> floa
     return max(now, copied)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(gradients, st.integers(0, 25))
 def test_the_version_with_time_ends_as_early_as_any(gradients: list[Gradient], limit: int) -> None:
     every = [run(gradients, chosen, limit) for chosen in itertools.product((False, True), repeat=len(gradients))]

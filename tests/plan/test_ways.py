@@ -25,7 +25,7 @@ def a_step(draw: st.DrawFn) -> Step:
 steps = st.lists(a_step(), min_size=1, max_size=6)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(steps)
 def test_the_best_is_that_of_all_combinations(steps: list[Step]) -> None:
     best = best_ways(steps)[0]
@@ -34,7 +34,7 @@ def test_the_best_is_that_of_all_combinations(steps: list[Step]) -> None:
     assert ends_at(steps, best.ways) == best.seconds
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(steps)
 def test_the_others_are_worse_in_turn_and_what_they_say(steps: list[Step]) -> None:
     found = best_ways(steps, count=5)
@@ -43,7 +43,7 @@ def test_the_others_are_worse_in_turn_and_what_they_say(steps: list[Step]) -> No
         assert ends_at(steps, each.ways) == each.seconds
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(steps)
 def test_host_memory_is_read_only_where_that_makes_something_earlier(steps: list[Step]) -> None:
     best = best_ways(steps)[0]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._dynamo  # which the first optimizer imports, and so a part of what stays
 
 from .trained import Trained
 

@@ -81,7 +81,7 @@ def redundant_waits(
     assert driver.waits > 0
     numbers: Iterable[int] = range(driver.waits)
     last = {site: number for number, site in enumerate(driver.sites)}
-    if some:  # a ring takes the same few ways again and again: the first and the last time of each
+    if some:  # the same few ways are taken again and again: the first and the last time of each
         first = {site: number for number, site in reversed(list(enumerate(driver.sites)))}
         numbers = sorted({*first.values(), *last.values()})
     redundant: dict[str, list[int]] = {}

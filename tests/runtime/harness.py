@@ -23,7 +23,7 @@ class Job:
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module, int], torch.Tensor]
-    steps: int = 20
+    steps: int = 6
     accumulate: int = 1
     max_grad_norm: float | None = 1.0
     lr: float = 1e-2

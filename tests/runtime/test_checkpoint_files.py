@@ -380,7 +380,7 @@ print("whole", before)
 """
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_process_killed_while_it_saves_leaves_a_whole_checkpoint(kills: int, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _KILLED, str(tmp_path / "saved"), str(kills)], capture_output=True, text=True

@@ -194,6 +194,7 @@ def test_updates_by_what_is_no_number(machine: Machine, dtype: str) -> None:
     check_update(machine, PLAIN, dtype, 519, state=state, gradient=gradient)
 
 
+@settings(max_examples=20)
 @given(dtype=dtypes, numel=lengths | st.integers(4000, 20_000), shift=st.integers(0, 9), mapped=st.booleans())
 def test_sums_of_squares(machine: Machine, dtype: str, numel: int, shift: int, mapped: bool) -> None:
     values = wide_range(numel, dtype, torch.Generator().manual_seed(numel))

@@ -36,8 +36,20 @@ RUNS = {
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("run", RUNS)
 def test_ways_of_running_the_blocks(run: str, accumulate: int) -> None:
-    job = Job(lambda: Decoder(RUNS[run]), next_token_loss, accumulate=accumulate)
+    steps = 20 if (run, accumulate) == ("plain", 1) else 6
+    job = Job(lambda: Decoder(RUNS[run]), next_token_loss, accumulate=accumulate, steps=steps)
     assert_same(plain(job), offloaded(job, seed=accumulate))
+
+
+def test_torch_may_compute_with_several_threads() -> None:
+    job = Job(Decoder, next_token_loss, steps=3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert_same(plain(job), offloaded(job))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("run", ["plain", "checkpoint", "groups-reentrant"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -12,29 +11,8 @@ import torch
 import memferry_rt
 from memferry_allocator import EmulatedDriver
 
+from .faults import Fault, FaultError
 from .models import Decoder, next_token_loss
-
-
-class FaultError(Exception):
-    """What the test makes fail."""
-
-
-class Fault:
-    """Lets one of a driver's calls fail, once."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-        self.after: int | None = None
-        real = getattr(EmulatedDriver, call)
-
-        def failing(driver: EmulatedDriver, *arguments: Any, **options: Any) -> Any:
-            if self.after is not None:
-                self.after -= 1
-                if self.after < 0:
-                    self.after = None
-                    raise FaultError(call)
-            return real(driver, *arguments, **options)
-
-        monkeypatch.setattr(EmulatedDriver, call, failing)
 
 
 def _steps(model: Decoder, optimizer: torch.optim.Optimizer, *numbers: int) -> None:
@@ -46,7 +24,8 @@ def _steps(model: Decoder, optimizer: torch.optim.Optimizer, *numbers: int) -> N
 
 @pytest.mark.parametrize("call", ["copy", "event_record", "stream_wait", "launch"])
 def test_training_goes_on_after_a_call_has_failed(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    fault = Fault(monkeypatch, call)
+    fault = Fault()
+    fault.hit(monkeypatch, EmulatedDriver, call)
     torch.manual_seed(0)
     plain = Decoder(layers=2)
     reference = torch.optim.SGD(plain.parameters(), lr=1e-2, momentum=0.9)
@@ -58,7 +37,7 @@ def test_training_goes_on_after_a_call_has_failed(monkeypatch: pytest.MonkeyPatc
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     memferry_rt.offload(model, optimizer, device="emulated", device_memory=weights)
     for after in range(1, 100, 2):
-        fault.after = after
+        fault.arm(after)
         with contextlib.suppress(FaultError):
             _steps(model, optimizer, 1)
             break  # an iteration makes fewer calls
@@ -69,5 +48,5 @@ def test_training_goes_on_after_a_call_has_failed(monkeypatch: pytest.MonkeyPatc
         memferry_rt.synchronize(model)
         for one, other in zip(plain.parameters(), model.parameters(), strict=True):
             assert torch.equal(one, other), after
-    fault.after = None
+    fault.disarm()
     memferry_rt.restore(model)

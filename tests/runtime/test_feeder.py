@@ -19,7 +19,7 @@ def feeder(monkeypatch: pytest.MonkeyPatch) -> None:
     def queue(**options: Any) -> UpdateQueue:
         return UpdateQueue(2, **{**options, "feeder": True})
 
-    monkeypatch.setattr("memferry_rt.adapters.torch.runtime.UpdateQueue", queue)
+    monkeypatch.setattr("memferry_rt.adapters.torch.set_up.UpdateQueue", queue)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -15,11 +15,13 @@ from memferry_allocator import EmulatedOptions
 from memferry_rt import BudgetError
 from memferry_rt.adapters.torch import autopilot as autopilot_module
 from memferry_rt.adapters.torch.profiling import profile_model
+from memferry_rt.adapters.torch.weight_panels import WeightPanels
 from memferry_rt.plan import Batch, Dimensions, make_plan, transformer
 from memferry_rt.plan.recognise import recognise
 from memferry_tools.train.model import Decoder as Llama
 from memferry_tools.train.presets import ModelShape
 
+from .faults import Fault
 from .harness import Job, Result, assert_same, offloaded, plain
 from .models import Decoder, next_token_loss
 
@@ -203,6 +205,43 @@ def test_a_plan_is_tried_against_the_default(seconds: float, kept: bool, monkeyp
     assert set(used[20:]) == {kept}
 
 
+@pytest.mark.parametrize(("times", "source"), [(1, "default"), (2, "default, after a plan has failed")])
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_change_that_fails_is_told_and_training_goes_on(
+    times: int, source: str, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that it comes after is made already: it does not raise."""
+    fault = Fault(lambda: torch.OutOfMemoryError("CUDA out of memory"))
+    fault.hit(monkeypatch, WeightPanels, "open")
+    reports = []
+
+    def between(model: nn.Module, number: int) -> None:
+        runtime = memferry_rt.runtime_of(model)
+        assert runtime.autopilot is not None
+        runtime.autopilot.measured = True
+        _wait(model, number)
+        if number == 0:
+            fault.arm(after, times)
+        reports.append(runtime.report())
+
+    got = offloaded(Job(_llama, _loss, steps=8, lr=1e-3, between=between), share=3.0, plan="auto")
+    assert_same(plain(Job(_llama, _loss, steps=8, lr=1e-3)), got)
+    assert fault.disarm()
+    assert reports[-1].plan_notes[0] == _note(times)
+    back = after == 1 and times == 1  # it was the way back to the default that has failed
+    assert reports[-1].plan_source == ("auto, from formulas" if back else source)
+
+
+def _note(times: int) -> str:
+    no_room = "OutOfMemoryError: CUDA out of memory"
+    if times == 1:
+        return f"plans are exchanged no more: {no_room}"
+    return (
+        f"plans are exchanged no more: OffloadError: a change of plans failed ({no_room}), and so did going back "
+        f"({no_room}); every layer is streamed now, and training can go on"
+    )
+
+
 @pytest.mark.parametrize(
     "size",
     [
@@ -238,7 +277,7 @@ def test_auto_is_tried_on_a_device() -> None:
         optimizer.step()
         optimizer.zero_grad()
         runtime.autopilot.wait()
-        sources.add(runtime.plan_source)
+        sources.add(runtime.report().plan_source)
         assert runtime.report().device_peak <= 1 << 30
     plan, acceptance = memferry_rt.plan_of(model), runtime.autopilot.acceptance
     assert plan is not None, runtime.autopilot.reason

@@ -294,7 +294,7 @@ def test_gradients_outlive_an_exchange_of_plans(training: Any, back: bool) -> No
     next_token_loss(model, 0).backward()
     optimizer.step()
     before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    runtime.exchange(second if back else first)
+    runtime.plans.to(second if back else first)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.grad, before[name]), name
     more = {}

@@ -39,32 +39,25 @@ REDUNDANT = {
 }
 
 
+BY_THE_CPU = {
+    "plain": (plainly, 5, 1, False, 0.4),
+    "accumulate-async": (plainly, 3, 2, True, 0.5),
+    "checkpoint-async": (checkpointed(False), 4, 1, True, 0.4),
+    "reentrant-accumulate": (checkpointed(True), 3, 2, False, 0.8),
+}
+BY_THE_DEVICE = [
+    pytest.param(plainly, 1, 1, False, 1.2, 1.0, marks=pytest.mark.slow, id="streamed"),
+    pytest.param(plainly, 2, 2, True, 1.2, 0.5, marks=pytest.mark.slow, id="half-streamed-async"),
+    pytest.param(plainly, 2, 1, True, 8.0, "auto", id="resident-async"),
+    pytest.param(plainly, 2, 2, False, 3.0, 1.0, marks=pytest.mark.slow, id="some-resident"),
+    pytest.param(plainly, 1, 1, True, 1.6, 1.0, id="streamed-into-copies"),
+    pytest.param(plainly, 2, 2, False, 1.6, 0.5, marks=pytest.mark.slow, id="half-streamed-into-copies"),
+]
+
+
 @pytest.mark.parametrize(
     ("run", "layers", "accumulate", "async_step", "share", "split"),
-    [
-        (plainly, 5, 1, False, 0.4, "cpu"),
-        (plainly, 3, 2, True, 0.5, "cpu"),
-        (checkpointed(False), 4, 1, True, 0.4, "cpu"),
-        (checkpointed(True), 3, 2, False, 0.8, "cpu"),
-        pytest.param(plainly, 1, 1, False, 1.2, 1.0, marks=pytest.mark.slow),
-        pytest.param(plainly, 2, 2, True, 1.2, 0.5, marks=pytest.mark.slow),
-        (plainly, 2, 1, True, 8.0, "auto"),
-        pytest.param(plainly, 2, 2, False, 3.0, 1.0, marks=pytest.mark.slow),
-        (plainly, 1, 1, True, 1.6, 1.0),
-        pytest.param(plainly, 2, 2, False, 1.6, 0.5, marks=pytest.mark.slow),
-    ],
-    ids=[
-        "plain",
-        "accumulate-async",
-        "checkpoint-async",
-        "reentrant-accumulate",
-        "streamed",
-        "half-streamed-async",
-        "resident-async",
-        "some-resident",
-        "streamed-into-copies",
-        "half-streamed-into-copies",
-    ],
+    [*(pytest.param(*case, "cpu", id=name) for name, case in BY_THE_CPU.items()), *BY_THE_DEVICE],
 )
 def test_every_wait_counts(
     run: Any,
@@ -75,17 +68,39 @@ def test_every_wait_counts(
     split: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    dtype = torch.bfloat16 if share == 1.6 else torch.float32  # all weights on the device, and masters beside them
+    """Each place of the program where something waits, the first and the last time."""
+    copies = share == 1.6  # all weights on the device, and masters beside them
     job = Job(
-        lambda: Decoder(run, layers=layers), next_token_loss, accumulate=accumulate, steps=3, dtype=dtype, lr=1e-3
+        lambda: Decoder(run, layers=layers),
+        next_token_loss,
+        accumulate=accumulate,
+        steps=3,
+        dtype=torch.bfloat16 if copies else torch.float32,
+        lr=1e-3,
     )
     redundant, last = redundant_waits(
-        job, monkeypatch, some=split != "cpu", async_step=async_step, share=share, optimizer_split=split
+        job, monkeypatch, some=True, async_step=async_step, share=share, optimizer_split=split
     )
     assert redundant.keys() <= (REDUNDANT if split != "cpu" else set()), redundant
+    assert not copies or CLAIM_INTO in last
     for claim in (CLAIM, CLAIM_INTO):
         if claim in last:
             assert last[claim] not in redundant.get(claim, []), "the last time, within a step"
+
+
+@pytest.mark.parametrize(
+    ("run", "layers", "accumulate", "async_step", "share"),
+    [
+        pytest.param(plainly, 2, 1, False, 0.6, id="few"),
+        *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in BY_THE_CPU.items()),
+    ],
+)
+def test_every_wait_counts_every_time(
+    run: Any, layers: int, accumulate: int, async_step: bool, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(lambda: Decoder(run, layers=layers), next_token_loss, accumulate=accumulate, steps=3, lr=1e-3)
+    redundant, _ = redundant_waits(job, monkeypatch, async_step=async_step, share=share, optimizer_split="cpu")
+    assert not redundant
 
 
 @pytest.mark.parametrize(

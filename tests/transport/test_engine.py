@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from memferry_allocator import (
@@ -388,7 +388,6 @@ regions = st.lists(
 )
 
 
-@settings(max_examples=2 * settings.default.max_examples)
 @given(
     transfers=st.lists(st.tuples(st.sampled_from(Direction), regions, st.integers(0, 3)), min_size=1, max_size=4),
     max_chunk=st.integers(1, WORLD + 1),

@@ -222,6 +222,11 @@ class Autopilot:
         if plan is runtime.plan:
             return
         try:
-            runtime.exchange(plan, f"auto, from {self.source}" if planned else "default")
-        except MemFerryError as error:  # nothing was changed
-            self.acceptance, self.reason = None, f"plans are exchanged no more: {error}"
+            runtime.plans.to(plan, f"auto, from {self.source}" if planned else "default")
+        except (
+            Exception
+        ) as error:  # this step is made already; it is told, and training goes on by what is in force
+            self.acceptance = None
+            self.reason = f"plans are exchanged no more: {type(error).__name__}: {error}"
+            if runtime.plans.failure:
+                raise

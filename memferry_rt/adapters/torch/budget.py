@@ -163,6 +163,11 @@ class Budget:
         granted = max(other.pool, other.granted)
         return replace(self, pool=max(self.least, min(granted, self.wanted)), granted=granted).shared()
 
+    def least_of(self, other: Budget) -> Budget:
+        """The smallest that works, to be replaced by one in the pool of `other` later."""
+        small = replace(self, pool=self.least, room=UpdateRoom(), granted=max(other.pool, other.granted))
+        return small.shared()
+
     def shared(self) -> Budget:
         """With the pool shared: first what weights must have, then the rings, the other weights, and state.
 

@@ -7,6 +7,7 @@ the gradient: computed straight into the gradient's home if it is all of it, and
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -208,3 +209,23 @@ class EmbeddingRows(Contribution):
         row = home.shape[1] * home.element_size()
         emptied = 0 if partial else present.numel() - int(torch.isin(present, named).sum())
         return Written(norm, named, (named.numel() + emptied) * row, named.numel() * row if partial else 0)
+
+
+def summed(pending: Sequence[Contribution], given: torch.Tensor | None) -> torch.Tensor | None:
+    """All that adds to a gradient, as autograd adds it up.
+
+    What it was given in the place of the pending ones is zeros of the sign that changes nothing.
+    """
+    with torch.no_grad():
+        total = pending[0].dense()
+        for contribution in pending[1:]:
+            total = total + contribution.dense()
+        return total if given is None else total + given
+
+
+def joined(pending: Sequence[Contribution]) -> Contribution | None:
+    """All that adds to a gradient, as one contribution; None where they are not of one kind."""
+    whole: Contribution | None = pending[0]
+    for contribution in pending[1:]:
+        whole = None if whole is None else whole.joined(contribution)
+    return whole

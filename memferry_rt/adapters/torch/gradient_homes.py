@@ -69,7 +69,10 @@ class GradientHomes:
         self.slots: list[GradientSlot] = []
 
     def move_home(self, layer: LayerState) -> None:
-        """A layer's gradients belong somewhere else from now on; those that are there come along."""
+        """A layer's gradients belong somewhere else from now on; those that are there come along.
+
+        After a failure each of them is where it was or where it belongs; a further call moves the others.
+        """
         home = self._homes.get(layer)
         if home is None:
             return
@@ -80,15 +83,23 @@ class GradientHomes:
         home.on_device = slab is not None
         home.span = layer.gradient_span if slab is None else slab.span
         for slot in home.slots:
-            old, unchanged = slot.home, slot.version == slot.home._version
-            present = slot.parameter.grad is old
             span = Span(home.span.ptr + layer.layout.slots[slot.index].gradient, slot.span.nbytes)
-            slot.rehome(span)
-            if present:
-                with torch.no_grad(), self._writes_home(slot, "move of"):
-                    slot.home.copy_(old)
-                slot.show(slot.home)
-                slot.version = slot.home._version if unchanged else -1
+            if span != slot.span:
+                self._move(slot, span, on_device=home.on_device)
+
+    @torch.no_grad()
+    def _move(self, slot: GradientSlot, span: Span, *, on_device: bool) -> None:
+        unchanged = slot.version == slot.home._version
+        present = slot.parameter.grad is slot.home
+        if present:
+            to = span if on_device else self._device_span(span)
+            reads = [self._home_span(slot)]
+            with self._driver.launch(self._stream(), reads=reads, writes=[to], label=f"move of {slot.name}"):
+                slot.layer.gradient_home(slot.index).copy_(slot.home)
+        slot.rehome(span)
+        if present:
+            slot.show(slot.home)
+            slot.version = slot.home._version if unchanged else -1
 
     def _separate(self, present: list[GradientSlot]) -> None:
         """Gradients that lie in the home of another, or otherwise in their own, get memory of their own.
@@ -135,7 +146,7 @@ class GradientHomes:
                 reads = [self._home_span(slot)]
                 with self._driver.launch(stream, reads=reads, label=f"kept gradient of {slot.name}"):
                     own = old.to(device or old.device, copy=True)
-            if not self._homes[slot.layer].on_device:
+            if not slot.on_device:
                 slot.layer.gradients[slot.index] = old.data
             old.data = own
         slot.rehome(slot.span)
@@ -155,7 +166,7 @@ class GradientHomes:
 
     def _home_span(self, slot: GradientSlot) -> Span:
         """A gradient's home as kernels reach it."""
-        return slot.span if self._homes[slot.layer].on_device else self._device_span(slot.span)
+        return slot.span if slot.on_device else self._device_span(slot.span)
 
     def _device_span(self, span: Span) -> Span:
         pointer = self._driver.host_device_pointer(span.ptr, self._engine.device)

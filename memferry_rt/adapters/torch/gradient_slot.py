@@ -101,6 +101,11 @@ class GradientSlot:
         return sys.getrefcount(self.home), self.home._use_count()  # type: ignore[attr-defined]
 
     @property
+    def on_device(self) -> bool:
+        """Whether its home is device memory."""
+        return self.span != self.host_span
+
+    @property
     def host_span(self) -> Span:
         """Where an update on the CPU finds it."""
         return self.layer.gradient_place(self.layer.layout.slots[self.index])

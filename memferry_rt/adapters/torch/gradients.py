@@ -27,7 +27,7 @@ from memferry_transport import TransferEngine
 from ...device_kernels import DeviceMoves
 from ...plan.modes import GradientMode
 from ...staging import StagingRing
-from .contributions import Contribution
+from .contributions import Contribution, joined, summed
 from .gradient_homes import GradientHomes, LayerHome
 from .gradient_slot import GradientSlot, accumulation
 from .layer import LayerState
@@ -100,7 +100,7 @@ class GradientFlow(GradientHomes):
             slot.partial = None
             if slot.arriving:
                 slot.partial, slot.parameter.grad = slot.parameter.grad, None
-            return (_sum(pending, gradients[0]),) if pending else None
+            return (summed(pending, gradients[0]),) if pending else None
 
         def after(parameter: torch.Tensor) -> None:
             me, slot = flow(), known()
@@ -211,21 +211,20 @@ class GradientFlow(GradientHomes):
         """Make a gradient at home if modules alone add to it, of one kind; whether it is there."""
         alone = given is not None and given.numel() > 0 and not any(given.stride())
         partial = slot.parameter.grad
-        whole = _joined(pending) if partial is None or len(pending) == 1 else None
+        whole = joined(pending) if partial is None or len(pending) == 1 else None
         if whole is None or not alone or not (partial is None or partial is slot.home):
             return False
         stream, home = self._stream(), self._homes[slot.layer]
         self._settle(slot.layer)
         if partial is None:
             self._let_go(slot)
-        elif slot.leaving is not None:  # this very backward has written it a moment ago
-            self._wait(stream, slot.leaving)
-            slot.leaving = None
+        self._wait_until_home(slot, stream)
         home.end_bracket()
         slot.micro_steps = 1 if partial is None else slot.micro_steps + 1
         complete = slot.micro_steps >= self._accumulate
         known = slot.written_rows
         rows = known[1] if known is not None and known[0] == slot.home._version else None
+        slot.written_rows, slot.version = None, -1  # a failure leaves some of it written
         spans = [self._home_span(slot)]
         box = self._outbox(slot, whole) if partial is None else None
         if box is None:
@@ -240,7 +239,11 @@ class GradientFlow(GradientHomes):
                     scatter=None if self._moves is None else (self._moves, stream),
                 )
         else:
-            written = whole.write(slot.home, partial=False, rows=rows, complete=complete, outbox=box)
+            try:
+                written = whole.write(slot.home, partial=False, rows=rows, complete=complete, outbox=box)
+            finally:  # of one that fails some panels may have left
+                if box.last is not None:
+                    slot.leaving = self._last = box.last
         if box is None:  # what the copy engine carries home it has counted
             slot.layer.traffic.written_in_place += written.nbytes
         slot.layer.traffic.read_in_place += written.nbytes_read
@@ -248,8 +251,6 @@ class GradientFlow(GradientHomes):
         slot.norm = written.norm
         if box is None:
             self._is_written(slot, stream)
-        else:
-            slot.leaving = self._last = box.last
         if partial is None:
             slot.show(slot.home)
         slot.version = slot.home._version if complete else -1
@@ -265,9 +266,7 @@ class GradientFlow(GradientHomes):
         if partial is not slot.home or home.bracket is not None:
             gradient.add_(partial)
             return
-        if slot.leaving is not None:  # this very backward has sent it away a moment ago
-            self._wait(stream, slot.leaving)
-            slot.leaving = None
+        self._wait_until_home(slot, stream)
         reads = [self._home_span(slot)]
         with self._driver.launch(stream, reads=reads, label=f"add to {slot.name}"):
             gradient.add_(partial)
@@ -280,15 +279,14 @@ class GradientFlow(GradientHomes):
         slot.written_rows = None
         home.end_bracket()
         if home.on_device:
-            if slot.leaving is not None:  # this very backward has delivered it a moment ago
-                self._wait(stream, slot.leaving)
-                slot.leaving = None
+            self._wait_until_home(slot, stream)
             with self._writes_home(slot, "gradient of"):
                 slot.home.copy_(gradient)
             if complete and slot.layer.sums is not None:
                 self._deliver(slot, stream)
             return
         if slot.layer.plan.gradient is GradientMode.INPLACE:
+            self._wait_until_home(slot, stream)
             with self._writes_home(slot, "gradient of"):
                 slot.home.copy_(gradient)
             slot.layer.traffic.written_in_place += slot.span.nbytes
@@ -305,6 +303,12 @@ class GradientFlow(GradientHomes):
             self._lane.wait(stream.record())
             left = functools.partial(self._ring.leaving, piece)
             self._copy_home(slot, Span(slot.span.ptr + piece.offset, piece.span.nbytes), piece.span, left)
+
+    def _wait_until_home(self, slot: GradientSlot, stream: Stream) -> None:
+        """Let kernels touch a gradient at home that this backward, or one that failed, has sent there."""
+        if slot.leaving is not None:
+            self._wait(stream, slot.leaving)
+            slot.leaving = None
 
     def _deliver(self, slot: GradientSlot, stream: Stream) -> None:
         """Send a gradient that is at home on the device to where the CPU's update reads it."""
@@ -349,11 +353,11 @@ class GradientFlow(GradientHomes):
             self._last = None
         for layer, home in self._homes.items():
             if home.fresh:
-                home.fresh = False
                 spans = [home.span if home.on_device else self._device_span(home.span)]
                 home.bracket = self._driver.launch(
                     stream, reads=spans, writes=spans, label=f"gradients of {layer.name} after backward"
                 )
+                home.fresh = False
                 for slot in home.slots:
                     slot.leaving = None
 
@@ -404,22 +408,3 @@ class GradientFlow(GradientHomes):
         self.finish()
         for slot in sent:
             slot.leaving = None
-
-
-def _sum(pending: Sequence[Contribution], given: torch.Tensor | None) -> torch.Tensor | None:
-    """All that adds to a gradient, as autograd adds it up.
-
-    What it was given in the place of the pending ones is zeros of the sign that changes nothing.
-    """
-    with torch.no_grad():
-        total = pending[0].dense()
-        for contribution in pending[1:]:
-            total = total + contribution.dense()
-        return total if given is None else total + given
-
-
-def _joined(pending: Sequence[Contribution]) -> Contribution | None:
-    whole: Contribution | None = pending[0]
-    for contribution in pending[1:]:
-        whole = None if whole is None else whole.joined(contribution)
-    return whole

@@ -161,7 +161,10 @@ class DeviceMemory:
             self.cache.evict(layer.index)
 
     def drop(self) -> None:
-        """Give everything back to the pool, after bringing home what is newer there."""
+        """Give everything back to the pool, after bringing home what is newer there.
+
+        It begins where an earlier call, or `open`, has failed.
+        """
         self.cache.let_go()
         for layer in self._layers:
             self.cache.evict(layer.index)
@@ -170,11 +173,11 @@ class DeviceMemory:
         self.panels.close(stream)
         self.residents.move_out(self.space.pool, stream)
         if self.streaming is not None:
+            self.streaming.close(stream)
             self._streamed = (
                 self._streamed[0] + self.streaming.bytes_in,
                 self._streamed[1] + self.streaming.bytes_out,
             )
-            self.streaming.close(stream)
             self.streaming = None
         if self.ring is not None:
             self.ring.close(stream)

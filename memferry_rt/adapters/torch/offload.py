@@ -326,6 +326,9 @@ def set_plan(model: nn.Module, plan: GivenPlan) -> None:
         The model is not offloaded, or a tensor still aliases the device copy of a layer.
     PlanError, UnsupportedError, BudgetError
         Something in the plan that is not known, cannot be done, or does not fit.  Nothing was changed.
+    Exception
+        What failed on the way, such as running out of memory.  The plan before is in force again, or, if an
+        `OffloadError` says so, every layer is streamed.
     """
     runtime_of(model).set_plan(plan)
 

@@ -46,7 +46,7 @@ def report_of(runtime: Runtime) -> Report:
         steps=runtime.steps,
         skipped_steps=runtime.skipped_steps,
         grad_norm=runtime.grad_norm,
-        plan_source=runtime.plan_source,
+        plan_source=runtime.plans.in_force.source,
         plan_notes=plan_notes(runtime),
         per_layer=tuple(_layer_report(runtime, layer) for layer in runtime.layers),
         helpers=_helpers(runtime),

@@ -28,47 +28,52 @@ class Residents:
         self._engine = engine
         self._factory = factory
         self._moved = moved
-        self.layers: list[LayerState] = []
-        self.summed: list[LayerState] = []  # whose gradients alone live in the pool
+        self._taken: dict[LayerState, list[Span]] = {}  # of the pool, until it is given back
+
+    @property
+    def layers(self) -> list[LayerState]:
+        """Those whose state lives in the pool."""
+        return [layer for layer in self._taken if layer.residence is not None]
+
+    @property
+    def summed(self) -> list[LayerState]:
+        """Those whose gradients alone do."""
+        return [layer for layer in self._taken if layer.sums is not None]
 
     def move_in(self, layers: Iterable[LayerState], pool: DevicePool, stream: Stream) -> None:
         """Make layers resident; their updates are over.  Blocks until they are."""
         for layer in layers:
-            state = self._slab(layer.state_span.nbytes, pool, stream)
-            gradient = self._slab(layer.gradient_span.nbytes, pool, stream)
+            state = self._take(layer, layer.state_span.nbytes, pool, stream)
+            gradient = self._take(layer, layer.gradient_span.nbytes, pool, stream)
             self._engine.copy(state.span, layer.state_span, Direction.HOST_TO_DEVICE, stream=stream)
             layer.residence = Residence(state, gradient)
-            self.layers.append(layer)
             self._moved(layer)
         stream.synchronize()
 
     def sum_here(self, layers: Iterable[LayerState], pool: DevicePool, stream: Stream) -> None:
         """Let gradients of layers be summed on the device; nothing reads their old home."""
         for layer in layers:
-            layer.sums = self._slab(layer.gradient_span.nbytes, pool, stream)
-            self.summed.append(layer)
+            layer.sums = self._take(layer, layer.gradient_span.nbytes, pool, stream)
             self._moved(layer)
 
     def move_out(self, pool: DevicePool, stream: Stream) -> None:
-        """Bring everything home; it is there on return, and the device memory is the pool's again."""
-        for layer in self.layers:
-            residence, layer.residence = layer.residence, None
-            assert residence is not None
-            self._engine.copy(layer.state_span, residence.state.span, Direction.DEVICE_TO_HOST, stream=stream)
-            self._left(layer, [residence.state, residence.gradient], pool, stream)
-        for layer in self.summed:
-            sums, layer.sums = layer.sums, None
-            assert sums is not None
-            self._left(layer, [sums], pool, stream)
-        self.layers.clear()
-        self.summed.clear()
+        """Bring everything home; it is there on return, and the device memory is the pool's again.
+
+        It begins where an earlier call, of this or of those above, has failed.
+        """
+        for layer, spans in list(self._taken.items()):
+            if layer.residence is not None:
+                source = layer.residence.state.span
+                self._engine.copy(layer.state_span, source, Direction.DEVICE_TO_HOST, stream=stream)
+            layer.residence = layer.sums = None
+            self._moved(layer)
+            while spans:
+                pool.deallocate(*spans[-1], stream=stream)
+                spans.pop()
+            del self._taken[layer]
         stream.synchronize()
 
-    def _slab(self, nbytes: int, pool: DevicePool, stream: Stream) -> DeviceSlab:
+    def _take(self, layer: LayerState, nbytes: int, pool: DevicePool, stream: Stream) -> DeviceSlab:
         span = Span(pool.allocate(nbytes, stream=stream), nbytes)
+        self._taken.setdefault(layer, []).append(span)
         return DeviceSlab(span, self._factory.device(span))
-
-    def _left(self, layer: LayerState, slabs: Iterable[DeviceSlab], pool: DevicePool, stream: Stream) -> None:
-        self._moved(layer)
-        for slab in slabs:
-            pool.deallocate(slab.span.ptr, slab.span.nbytes, stream=stream)

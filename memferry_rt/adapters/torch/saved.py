@@ -26,12 +26,12 @@ def require_hooks() -> None:
     Raises
     ------
     UnsupportedError
-        Such as torch 2.6.
+        Before torch 2.8.
     """
     if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
         raise UnsupportedError(
             f"torch {torch.__version__} does not tell which saved-tensor hooks are active, and offloading "
-            "needs to know; install a newer torch (2.11 and 2.13 are tested)"
+            "needs to know; install torch 2.8 or newer (2.11 and 2.13 are tested)"
         )
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from memferry_allocator import Driver, Event, Mode, Partition, Place, Stream, View
 
@@ -23,45 +20,10 @@ from .early import EarlyUpdates
 from .gradient_slot import GradientSlot
 from .layer import LayerState
 from .memory import DeviceMemory
-from .optimizer import AmpScaling, OptimizerPatch
+from .optimizer import OptimizerPatch
 from .update import AdamUpdate, LayerUpdate
 
 Pieces = Sequence[tuple[Any, AdamOperands]]  # of a layer's update: what calls share, and where it is at home
-
-
-@dataclass(frozen=True)
-class GradientScale:
-    """The norm of all gradients, and the factor that unscales and clips them; None if the step must be skipped."""
-
-    norm: float
-    factor: float | None
-
-
-def gradient_scale(
-    present: Sequence[GradientSlot], scaling: AmpScaling | None, max_grad_norm: float | None
-) -> GradientScale:
-    """What a step does with its gradients.
-
-    Parameters
-    ----------
-    present : sequence of GradientSlot
-        The parameters that have a gradient, in the order of the norm.
-    scaling : AmpScaling or None
-        What a `torch.amp.GradScaler` says of them.
-    max_grad_norm : float or None
-        Where to clip.
-    """
-    norms = [slot.norm for slot in present if slot.norm is not None]
-    total = 0.0
-    for value in torch.cat(norms).tolist() if norms else ():
-        total += value * value
-    unscale = 1.0 if scaling is None or scaling.inverse is None else scaling.inverse
-    norm = math.sqrt(total) * unscale if total >= 0 else math.nan
-    if not math.isfinite(norm) or (scaling is not None and not scaling.finite):
-        return GradientScale(norm, None)
-    if max_grad_norm is None:
-        return GradientScale(norm, unscale)
-    return GradientScale(norm, unscale * min(1.0, max_grad_norm / (norm + 1e-6)))
 
 
 @dataclass(frozen=True)
@@ -174,9 +136,10 @@ class StepUpdates:
 
     def settle(self, layer: LayerState) -> None:
         """Block until a layer's streaming is over; its update is enqueued."""
-        end = self._streamed.pop(layer, None)
+        end = self._streamed.get(layer)
         if end is not None:
             end.synchronize()
+            del self._streamed[layer]
 
     def numel(self, layers: Iterable[LayerState]) -> int:
         """How many parameters the optimizer updates in these layers."""

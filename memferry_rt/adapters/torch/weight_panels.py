@@ -104,8 +104,8 @@ class WeightPanels:
         self._last = None
         self._tensors.clear()
         if self._ring is not None:
-            self._closed_bytes += self._ring.strided_bytes_in
             self._ring.close(stream)
+            self._closed_bytes += self._ring.strided_bytes_in
             self._ring = None
 
     def holds(self, layer: LayerState, index: int) -> bool:

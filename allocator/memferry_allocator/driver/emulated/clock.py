@@ -80,7 +80,9 @@ class Link(Line):
         """The time at which a transfer that could start at `ready` is done."""
         seconds = self.model.seconds(nbytes)
         start = ready
-        for begin, end in self._busy:
+        # Spans are disjoint, and so their ends are in order too: those that are over by `ready` do not matter.
+        first = bisect.bisect_right(self._busy, ready, key=lambda span: span[1])
+        for begin, end in self._busy[first:]:
             if start + seconds <= begin:
                 break
             start = max(start, end)
