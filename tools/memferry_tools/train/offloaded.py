@@ -109,6 +109,10 @@ class OffloadedTraining:
         report = self._runtime.report()
         return StepResult(values, report.grad_norm, report.device_peak)
 
+    def finish(self) -> None:
+        """See `Training`."""
+        self._runtime.updates.wait_all()
+
     def parameters(self) -> dict[str, torch.Tensor]:
         """See `Training`."""
         return {name: value.clone() for name, value in self._runtime.master_parameters().items()}

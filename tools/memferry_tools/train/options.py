@@ -8,11 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memferry_allocator import parse_size
+from memferry_rt.errors import PlanError
+from memferry_rt.plan import Plan, load_plan
 
 from ..errors import ToolError
-from .presets import find_preset
 from .recipe import Recipe
+from .shapes import find_model
 
+DEFAULT = "tiny"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _DEVICE = re.compile(r"auto|cuda(:\d+)?|emulated(:\d+)?")
 
@@ -23,8 +26,8 @@ class TrainOptions:
 
     Attributes
     ----------
-    preset : str
-        Name of the model.
+    model : str
+        Its name.
     recipe : Recipe
         What is trained, as far as the options decide it: `settle` has the rest.
     dtype : str
@@ -35,8 +38,9 @@ class TrainOptions:
     device_memory, host_memory, pool_memory : int or None
     mode : str or None
         Modes of layers, as `memferry_rt.offload` reads them.
-    plan : Path or "auto" or None
-        File of a plan.
+    plan : Plan or "auto" or None
+    plan_file : Path or None
+        Where it is from.
     async_step, verify : bool
     save, resume : Path or None
         Folders of checkpoints.
@@ -44,7 +48,7 @@ class TrainOptions:
         Steps between two saves; None saves at the end only.
     """
 
-    preset: str
+    model: str
     recipe: Recipe
     dtype: str
     data: Path | None
@@ -54,7 +58,8 @@ class TrainOptions:
     host_memory: int | None
     pool_memory: int | None
     mode: str | None
-    plan: Path | str | None
+    plan: Plan | str | None
+    plan_file: Path | None
     async_step: bool
     verify: bool
     save: Path | None
@@ -66,7 +71,9 @@ class TrainOptions:
     def build(
         cls,
         *,
-        preset: str = "tiny",
+        preset: str | None = None,
+        config: str | None = None,
+        shape: str | None = None,
         tied: bool = False,
         data: str | None = None,
         tokenizer: str | None = None,
@@ -101,7 +108,9 @@ class TrainOptions:
         ToolError, InvalidRequestError
             Something that makes no sense; the message begins with the option's name.
         """
-        known = find_preset(preset)
+        if preset is not None and config is not None:
+            raise ToolError("--preset: give it, or --config, but not both")
+        model, known = find_model(preset or DEFAULT, _path(config, "--config"), shape)
         if _DEVICE.fullmatch(device) is None:
             raise ToolError(f"--device: {device!r} is none; write auto, cuda:0 or emulated")
         if dtype not in ("auto", *DTYPES):
@@ -113,7 +122,7 @@ class TrainOptions:
         if plan is not None and mode is not None:
             raise ToolError("--plan: it has the modes of all layers; leave --mode out, or plan with --modes")
         recipe = Recipe(
-            shape=replace(known.shape, tied=tied),
+            shape=replace(known.shape, tied=tied or known.shape.tied),
             checkpointing=known.checkpointing if checkpointing is None else checkpointing,
             dtype=DTYPES.get(dtype, "float32"),
             micro_batch=_at_least(1, micro_batch, known.micro_batch, "--micro-batch"),
@@ -126,8 +135,9 @@ class TrainOptions:
             seed=_at_least(0, seed, 0, "--seed"),
             accumulate_dtype=DTYPES.get(accumulate_dtype),
         )
+        file = None if plan == "auto" else _path(plan, "--plan")
         return cls(
-            preset=preset,
+            model=model,
             recipe=recipe,
             dtype=dtype,
             data=_path(data, "--data"),
@@ -137,7 +147,8 @@ class TrainOptions:
             host_memory=_size(host_memory, "--host-memory"),
             pool_memory=_size(pool_memory, "--pool-memory"),
             mode=mode,
-            plan=plan if plan == "auto" else _path(plan, "--plan"),
+            plan=plan if file is None else _plan(file, recipe),
+            plan_file=file,
             async_step=async_step,
             verify=verify,
             save=_path(save, "--save"),
@@ -160,6 +171,20 @@ class TrainOptions:
         dtype = ("float32" if emulated else "bfloat16") if self.dtype == "auto" else recipe.dtype
         shape = replace(recipe.shape, vocabulary=max(recipe.shape.vocabulary, vocabulary))
         return replace(recipe, dtype=dtype, shape=shape)
+
+
+def _plan(file: Path, recipe: Recipe) -> Plan:
+    """The plan in a file, for these micro-batches."""
+    try:
+        plan = load_plan(file)
+    except PlanError as error:
+        raise ToolError(f"--plan: {error}") from None
+    if (plan.micro_batch, plan.sequence) != (recipe.micro_batch, recipe.seq):
+        raise ToolError(
+            f"--plan: it is for micro-batches of {plan.micro_batch} x {plan.sequence} tokens, and these have "
+            f"{recipe.micro_batch} x {recipe.seq}; give --micro-batch and --seq as the plan has them, or plan anew"
+        )
+    return plan
 
 
 def _size(text: str | None, name: str) -> int | None:

@@ -45,7 +45,7 @@ def results(
         "schema_version": SCHEMA_VERSION,
         "memferry": version(),
         "settings": {
-            "preset": options.preset,
+            "preset": options.model,
             "data": tokens.source,
             "data_tokens": len(tokens.ids),
             "device": target.text,
@@ -53,7 +53,7 @@ def results(
             "host_memory": options.host_memory,
             "pool_memory": options.pool_memory,
             "mode": options.mode,
-            "plan": None if options.plan is None else str(options.plan),
+            "plan": options.plan if options.plan_file is None else str(options.plan_file),
             "async_step": options.async_step,
             "verify": options.verify,
             "save": None if options.save is None else str(options.save),
