@@ -68,7 +68,9 @@ def calibrate(
         return calibrate_on(bench, slice_bytes=slice_bytes)
 
 
-def calibrate_on(bench: Bench, *, slice_bytes: int | None = None) -> Calibration:
+def calibrate_on(
+    bench: Bench, *, devices: Sequence[int] | None = None, slice_bytes: int | None = None
+) -> Calibration:
     """The same on a bench, for what it says its machine is.
 
     The bytes of every way are compared.  A relay over which they arrive wrong is left out, so that no engine with
@@ -77,6 +79,8 @@ def calibrate_on(bench: Bench, *, slice_bytes: int | None = None) -> Calibration
     Parameters
     ----------
     bench : Bench
+    devices : sequence of int, optional
+        Those whose ways are measured; by default all of the bench, which relay for one another in any case.
     slice_bytes : int, optional
         Of relays; by default what the engine takes by itself.
 
@@ -87,9 +91,10 @@ def calibrate_on(bench: Bench, *, slice_bytes: int | None = None) -> Calibration
     CorruptedError
         Bytes arrive wrong over a device's own link.
     """
+    chosen = bench.devices if devices is None else tuple(devices)
     size = slice_bytes or slice_bytes_of(bench)
     ways: dict[tuple[Path, Direction], Measured] = {}
-    for device in bench.devices:
+    for device in chosen:
         for path in ways_of(bench, device):
             for direction in Direction:
                 try:
@@ -103,11 +108,11 @@ def calibrate_on(bench: Bench, *, slice_bytes: int | None = None) -> Calibration
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         ways=ways,
         slice_bytes=size,
-        duplex={device: _duplex(bench, device) for device in bench.devices},
+        duplex={device: _duplex(bench, device) for device in chosen},
     )
     several = {
         (device, direction): _several_ways(bench, known, device, direction)
-        for device in bench.devices
+        for device in chosen
         if len(ways_of(bench, device)) > 1
         for direction in Direction
     }

@@ -1,0 +1,52 @@
+"""What ``memferry simulate`` says of a row, asked in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from memferry_allocator import MemFerryError
+from memferry_tools.commands import invoke
+from memferry_tools.errors import ToolError
+
+from .rows import Job
+
+
+def simulated(job: Job, topology: dict[str, Any] | None, fixture: str, *, floats: bool = False) -> dict[str, Any]:
+    """Seconds of an iteration, and what bounds it; or why there is no prediction.
+
+    Parameters
+    ----------
+    job : Job
+    topology : dict or None
+        The machine's, as ``memferry topo --json`` writes it.
+    fixture : str
+        The machine, where there is none.
+    floats : bool
+        Whether weights are fp32 in compute.
+    """
+    if job.system != "memferry" or job.accumulate > 1:
+        return {"refused": "the simulator knows neither other systems nor several micro-batches in a step"}
+    with tempfile.TemporaryDirectory() as folder:
+        out, links = Path(folder, "out.json"), Path(folder, "topology.json")
+        words = ["simulate", "--preset", job.preset, "--device-memory", job.device_memory, "--auto"]
+        words += ["--micro-batch", str(job.micro_batch), "--seq", str(job.seq), "--checkpointing", "on"]
+        words += ["--dtype", "fp32" if floats else "bf16", "--json", str(out)]
+        if topology is None:
+            words += ["--fixture", fixture]
+        else:
+            links.write_text(json.dumps(topology))
+            words += ["--topology", str(links)]
+        words += ["--ranks", str(job.gpus)] if job.gpus > 1 else []
+        words += ["--helpers"] if job.helpers else []
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                invoke(words)
+        except (ToolError, MemFerryError) as error:
+            return {"refused": str(error)}
+        found = json.loads(out.read_text())
+    return {"predicted_s": found["seconds"], "bounds": {each["name"]: each["busy"] for each in found["bounds"]}}
