@@ -3,11 +3,11 @@
     python -m benchmarks.scale [--gpus N] [--rows PATTERN,PATTERN] [--steps 7] [--limit-total SECONDS] [--out FILE]
 
 ``llama-1b-4gpu`` trains on four GPUs with a micro-batch of fixed size on each, ``llama-1b-global64-2gpu`` with a
-batch of fixed size for all, ``llama-1b-4+4gpu`` on four whose loads four others relay, ``llama-1b-deepspeed-8gpu``
-is DeepSpeed's ZeRO-2 with its optimizer offloaded.  GPUs that train have their share of the machine's processors,
-N of all GPUs an N-th of all.  ``links`` are copies over several ways, ``memory`` what host memory carries.
-The rows of most worth come first.  ``--device emulated --preset tiny`` tries the benchmark out, and measures
-nothing.
+batch of fixed size for all, ``llama-1b-4+4gpu`` on four whose loads four others relay.  ``llama-7b-adapters`` has
+adapters train alone; ``llama-1b-deepspeed-8gpu`` is DeepSpeed's ZeRO-2 with its optimizer offloaded.
+GPUs that train have their share of the machine's processors, N of all GPUs an N-th of all.  ``links`` are copies
+over several ways, ``memory`` what host memory carries.  The rows of most worth come first.
+``--device emulated --preset tiny`` tries the benchmark out, and measures nothing.
 """
 
 from __future__ import annotations
@@ -87,9 +87,10 @@ class Session:
         """Why a row cannot be run here."""
         if job.system == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
             return "DeepSpeed is not installed"
-        if job.helpers and "helpers" not in inspect.signature(train).parameters:
-            return "this memferry train knows no --helpers"
-        return None
+        known = inspect.signature(train).parameters
+        wanted = {"helpers": job.helpers, "adapters": job.adapters}
+        missing = [f"--{name}" for name, value in wanted.items() if value and name not in known]
+        return f"this memferry train knows no {' and no '.join(missing)}" if missing else None
 
     def command(self, job: Job) -> list[str]:
         """What is run: on its share of the processors, by a launcher if there are several GPUs."""
@@ -115,6 +116,8 @@ class Session:
             arguments += ["--device-memory", job.device_memory]
         if job.helpers:
             arguments += ["--helpers", ",".join(map(str, range(job.gpus, job.gpus + job.helpers)))]
+        if job.adapters:
+            arguments += ["--adapters", str(job.adapters)]
         return arguments
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import tempfile
@@ -11,6 +12,7 @@ from typing import Any
 
 from memferry_allocator import MemFerryError
 from memferry_tools.commands import invoke
+from memferry_tools.commands.simulate import command as simulate
 from memferry_tools.errors import ToolError
 
 from .rows import Job
@@ -29,11 +31,16 @@ def simulated(job: Job, topology: dict[str, Any] | None, fixture: str, *, floats
     floats : bool
         Whether weights are fp32 in compute.
     """
-    if job.system != "memferry" or job.accumulate > 1:
-        return {"refused": "the simulator knows neither other systems nor several micro-batches in a step"}
+    known = "system" in inspect.signature(simulate).parameters
+    if (job.system != "memferry" and not known) or job.accumulate > 1 or job.adapters:
+        return {"refused": "the simulator knows no such system, several micro-batches in a step, or adapters"}
     with tempfile.TemporaryDirectory() as folder:
         out, links = Path(folder, "out.json"), Path(folder, "topology.json")
-        words = ["simulate", "--preset", job.preset, "--device-memory", job.device_memory, "--auto"]
+        words = ["simulate", "--preset", job.preset]
+        if job.system == "memferry":
+            words += ["--device-memory", job.device_memory, "--auto"]
+        else:
+            words += ["--system", job.system]
         words += ["--micro-batch", str(job.micro_batch), "--seq", str(job.seq), "--checkpointing", "on"]
         words += ["--dtype", "fp32" if floats else "bf16", "--json", str(out)]
         if topology is None:
@@ -49,4 +56,7 @@ def simulated(job: Job, topology: dict[str, Any] | None, fixture: str, *, floats
         except (ToolError, MemFerryError) as error:
             return {"refused": str(error)}
         found = json.loads(out.read_text())
-    return {"predicted_s": found["seconds"], "bounds": {each["name"]: each["busy"] for each in found["bounds"]}}
+    return {
+        "predicted_s": found["seconds"],
+        "bounds": {each["name"]: each["busy"] for each in found.get("bounds", ())},
+    }

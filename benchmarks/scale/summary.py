@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ..records import Row
@@ -71,6 +72,7 @@ def _trained(row: Row, memory: Row | None) -> dict[str, Any]:
             "tokens_per_second": job.tokens / iteration_s,
             "device_peak_bytes": result["device_peak_bytes"],
             "processors_in_use": cores,
+            **_predicted(row, iteration_s),
         }
     summary, report = result["summary"], result["report"]
     times, iteration_s = report["times"], summary["iteration_s"]
@@ -90,10 +92,17 @@ def _trained(row: Row, memory: Row | None) -> dict[str, Any]:
     }
     if memory is not None and memory["status"] == "ok":
         found["host_traffic_share"] = traffic / memory["result"]["bytes_per_second"]
+    carried = sum(each["carried_in"] + each["carried_out"] for each in report.get("helpers", ()))
+    found["helper_bytes_per_step"] = carried // report["steps"]
+    return {**found, **_predicted(row, iteration_s), "bound_by": _bound(found)}
+
+
+def _predicted(row: Row, iteration_s: float) -> dict[str, Any]:
     predicted = row["predicted"].get("predicted_s")
-    found["predicted_s"] = predicted
-    found["predicted_error"] = None if predicted is None else predicted / iteration_s - 1
-    return {**found, "bound_by": _bound(found)}
+    return {
+        "predicted_s": predicted,
+        "predicted_error": None if predicted is None else predicted / iteration_s - 1,
+    }
 
 
 def _bound(found: dict[str, Any]) -> str:
@@ -111,10 +120,10 @@ def _against_one(job: Job, rows: dict[str, Row], figures: dict[str, Any]) -> dic
     mine, found = figures[job.name]["tokens_per_second"], {}
     whole = job.gpus * job.accumulate
     others = {
-        "efficiency": Job(job.preset, 1, system=job.system),
-        "efficiency_fixed_batch": Job(job.preset, 1, accumulate=whole, system=job.system),
-        "over_deepspeed": Job(job.preset, job.gpus, system="deepspeed"),
-        "over_no_helpers": Job(job.preset, job.gpus),
+        "efficiency": replace(job, gpus=1),
+        "efficiency_fixed_batch": replace(job, gpus=1, accumulate=whole),
+        "over_deepspeed": replace(job, helpers=0, system="deepspeed"),
+        "over_no_helpers": replace(job, helpers=0),
     }
     unlike = set() if job.accumulate == 1 else {"efficiency", "over_no_helpers", "over_deepspeed"}
     unlike |= {"over_no_helpers"} if not job.helpers else {"efficiency", "efficiency_fixed_batch"}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import ablation, records, tables
+from benchmarks import records, tables
+from benchmarks.ablation import __main__ as command
+from benchmarks.ablation import arms as ablation
+from benchmarks.ablation.summary import summarise
 from memferry_rt.plan import GradientMode, StateMode, WeightMode, load_plan
 
 MODEL = "bert-base-size"
@@ -51,16 +53,16 @@ def test_gradients_stay_as_far_as_the_arm_says(bench: ablation.Bench) -> None:
 
 def test_the_small_model_has_a_third_of_its_weights(bench: ablation.Bench) -> None:
     command = bench.command(7, overlap=False)
-    pool = int(command[command.index("--pool-memory") + 1].removesuffix("MiB"))
+    pool = int(command[command.index("--pool-memory") + 1])
     weights = 2 * sum(layer.parameters for layer in bench.workload.layers)
-    assert 0.3 < (pool << 20) / weights <= 1 / 3
+    assert pool / weights == pytest.approx(1 / 3)
     assert "--no-async-step" in command
     assert "--no-checkpointing" in command
 
 
 def result(seconds: float, loss: float = 1.0) -> dict[str, Any]:
     summary = {"iteration_s": seconds, "device_peak_bytes": 5}
-    return {"summary": summary, "samples": [{"loss": loss}], "report": {"per_layer": [1]}}
+    return {"summary": summary, "samples": [{"loss": loss}], "report": {"per_layer": [1], "plan_notes": []}}
 
 
 @pytest.fixture
@@ -84,9 +86,8 @@ def test_rows_are_measured_once_and_the_planner_is_beside_the_best(
     bench: ablation.Bench, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "ablation.json"
-    monkeypatch.setattr(ablation, "Bench", lambda *_: bench)
-    monkeypatch.setattr(sys, "argv", ["ablation", "--rows", f"{MODEL}/*", "--out", str(out)])
-    ablation.main()
+    monkeypatch.setattr(command, "Bench", lambda *_: bench)
+    command.main(["--rows", f"{MODEL}/*", "--out", str(out)])
     summary = json.loads(out.read_text())["summary"]
     rows = summary["rows"]
     assert set(rows) == {f"{MODEL}/{arm}" for arm in ablation.ARMS}
@@ -95,7 +96,7 @@ def test_rows_are_measured_once_and_the_planner_is_beside_the_best(
     assert len(commands) == len(rows) - len(twins) - 1, "all but the serial one"
     assert "loads ahead" in rows[f"{MODEL}/serial"]["skipped"]
     assert rows[f"{MODEL}/by-hand"]["failed"] == "no"
-    early = next(command for command in commands if "--host-memory" in command)
+    early = next(each for each in commands if "--host-memory" in each)
     assert float(early[early.index("--host-memory") + 1]) > 24 * 160e6
     planner = summary["planner"][MODEL]
     assert planner["over_best"] == pytest.approx(0.9 / min(0.9 ** len(commands), 1))
@@ -113,7 +114,7 @@ def test_other_losses_are_seen() -> None:
         "llama-1b/embedding": {**common, "result": result(0.8, loss=1.0 + 1e-9)},
         "llama-1b/planner": {**common, "result": result(0.8)},
     }
-    found = ablation.summarise(rows)["rows"]
+    found = summarise(rows)["rows"]
     assert [row["same_losses"] for row in found.values()] == [True, False, True]
     assert found["llama-1b/embedding"]["over_arm_before"] == pytest.approx(0.8)
     assert found["llama-1b/embedding"]["error"] == pytest.approx(0.25)
@@ -133,4 +134,4 @@ def test_an_arm_on_the_emulated_device() -> None:
     for name in ("pipelined", "embedding", "early", ablation.PLANNER):
         row = rows[f"bert-base-size/{name}"] = bench.measure(name, 3, 240)
         assert row["status"] in ("ok", "same"), row
-    assert all(row["same_losses"] for row in ablation.summarise(rows)["rows"].values() if "measured_s" in row)
+    assert all(row["same_losses"] for row in summarise(rows)["rows"].values() if "measured_s" in row)

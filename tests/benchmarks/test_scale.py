@@ -41,6 +41,7 @@ def test_a_machine_has_rows_for_every_number_of_its_gpus(gpus: int) -> None:
         whole = {job.tokens for job in found.values() if job.preset == preset and job.accumulate > 1}
         assert len(whole) <= 1, "one batch for all"
     if gpus == 8:
+        assert Job("llama-7b", 4, helpers=4, adapters=16, micro_batch=1) in found.values()
         assert Job("llama-1b", 4, helpers=4) in found.values()
         assert Job("llama-1b", 2, accumulate=4).name == "llama-1b-global64-2gpu"
 
@@ -55,15 +56,17 @@ def test_gpus_have_their_share_of_the_processors(monkeypatch: pytest.MonkeyPatch
     shared = session.command(Job("llama-1b", 2, helpers=2, accumulate=4))
     assert shared[shared.index("--helpers") + 1] == "2,3"
     assert shared[shared.index("--accumulate") + 1] == "4"
+    frozen = session.command(Job("llama-7b", 4, helpers=4, adapters=16))
+    assert frozen[-4:] == ["--helpers", "4,5,6,7", "--adapters", "16"]
     assert "benchmarks.deepspeed_zero2" in session.command(Job("llama-1b", 2, system="deepspeed"))
 
 
 def test_what_this_train_does_not_know_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "measured_apart", lambda command, limit: pytest.fail("it was run"))
     monkeypatch.setattr(scale, "train", lambda preset: 0)
-    row = scale.Session(2, "cuda", None, 7).measure("llama-1b-1+1gpu", 10, {})
+    row = scale.Session(2, "cuda", None, 7).measure("llama-7b-adapters-1+1gpu", 10, {})
     assert row["status"] == "skipped"
-    assert "--helpers" in row["message"]
+    assert row["message"] == "this memferry train knows no --helpers and no --adapters"
 
 
 # -- predictions ------------------------------------------------------------------------------------------

@@ -1,27 +1,13 @@
-"""What each of the scheduler's ideas gains: whole iterations of ``memferry train``, by one plan for each of them.
-
-    python -m benchmarks.ablation [--rows PATTERN,PATTERN] [--steps 7] [--profiles FOLDER] [--limit-total SECONDS]
-
-A row is ``MODEL/ARM``.  The arms of the ladder, each with the ideas of those before it, are what the simulator
-plans (`memferry_rt.plan.arms`).  ``gradients-50`` and its like may make that share of gradient bytes on the
-device; ``default`` is the runtime without a plan, ``by-hand`` the same with the embedding in host memory, and
-``planner`` the plan that the planner chooses.  Gradients are not clipped, so that updates may begin in backward.
-Plans are by formulas, or by the profile in ``FOLDER`` that is named as the model with its batch
-(``llama-1b-8x1024.json``).  A plan that is also another arm's is measured once.
-``--device emulated --preset tiny`` tries the benchmark out, and measures nothing.
-"""
+"""The arms of a model: planned here, trained by in processes of their own."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from memferry_allocator import parse_size
 from memferry_rt.adapters.torch.autopilot import HOST_KINDS
@@ -46,9 +32,8 @@ from memferry_rt.plan.planner import plan_as_offload
 from memferry_tools.plan.target import dimensions
 from memferry_tools.train.presets import find_preset
 
-from . import records
-from .budgets import itemsize, mib, parameters, scaled_device
-from .visits import add_arguments, chosen, visit
+from .. import records
+from ..budgets import itemsize, parameters, scaled_device
 
 HOST_BYTES = 24.5  # of a parameter: room for spare slabs
 TORCH_ROOM = 512 << 20  # for torch, beyond what is counted, where the pool has a size of its own
@@ -252,89 +237,4 @@ class Bench:
         command += ["--async-step" if overlap else "--no-async-step"]
         if self._pool is None:
             return [*command, "--device-memory", str(self._budget)]
-        return [*command, "--device-memory", str(self._budget + TORCH_ROOM), "--pool-memory", mib(self._pool)]
-
-
-def summarise(rows: dict[str, records.Row]) -> dict[str, Any]:
-    """Each row's figures, and how the planner's choice compares with the best of the others."""
-    figures = {name: _figures(rows, name) for name in rows}
-    for model in MODELS:
-        ladder = [f"{model}/{arm}" for arm in LADDER if arm not in ALONE]
-        measured = [(name, figures[name]["measured_s"]) for name in ladder if _is_measured(figures, name)]
-        for (_, before), (name, after) in pairwise(measured):
-            figures[name]["over_arm_before"] = after / before
-    return {"rows": figures, "planner": {model: _planner(figures, model) for model in MODELS}}
-
-
-def _is_measured(figures: dict[str, Any], name: str) -> bool:
-    return "measured_s" in figures.get(name, {})
-
-
-def _figures(rows: dict[str, records.Row], name: str) -> dict[str, Any]:
-    row, model = rows[name], name.split("/")[0]
-    found: dict[str, Any] = {"predicted_s": row.get("predicted_s"), "source": row["source"]}
-    if row["status"] == "same":
-        found["same_as"] = row["as"]
-        row = rows.get(f"{model}/{row['as']}", row)
-    if row["status"] != "ok":
-        return {**found, row["status"]: row.get("message", "the other is not measured yet")}
-    measured = row["result"]["summary"]["iteration_s"]
-    found["measured_s"] = measured
-    if found["predicted_s"]:
-        found["error"] = found["predicted_s"] / measured - 1
-    found["device_peak_bytes"] = row["result"]["summary"]["device_peak_bytes"]
-    found["same_losses"] = _losses(row) == _losses(_first(rows, model))
-    return found
-
-
-def _first(rows: dict[str, records.Row], model: str) -> records.Row:
-    """The first arm of the model that was measured."""
-    return next(rows[f"{model}/{arm}"] for arm in ARMS if rows.get(f"{model}/{arm}", {}).get("status") == "ok")
-
-
-def _losses(row: records.Row) -> list[float]:
-    return [sample["loss"] for sample in row["result"]["samples"]]
-
-
-def _planner(figures: dict[str, Any], model: str) -> dict[str, Any] | None:
-    """Its choice beside the fastest arm; None where one of them is missing."""
-    mine = figures.get(f"{model}/{PLANNER}", {}).get("measured_s")
-    others = {
-        arm: figures[f"{model}/{arm}"]["measured_s"]
-        for arm in ARMS
-        if arm != PLANNER and _is_measured(figures, f"{model}/{arm}")
-    }
-    if mine is None or not others:
-        return None
-    best = min(others, key=others.__getitem__)
-    return {"measured_s": mine, "best_arm": best, "over_best": mine / others[best]}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ablation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    names = [f"{model}/{arm}" for arm in WORTH for model in MODELS]
-    add_arguments(parser, names, limit=120, out=records.RESULTS / "ablation.json")
-    parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--preset", help="another model, in memory to its scale")
-    parser.add_argument("--profiles", type=Path, help="folder of profiles")
-    arguments = parser.parse_args()
-    rows = chosen(parser, arguments)
-    file = records.Records(arguments.out, "ablation", ROWS, summarise)
-    benches: dict[str, Bench] = {}
-
-    def measure(name: str, limit_s: float) -> records.Row:
-        model, arm = name.split("/")
-        if model not in benches:
-            benches[model] = Bench(MODELS[model], arguments.device, arguments.preset, arguments.profiles)
-        return benches[model].measure(arm, arguments.steps, limit_s)
-
-    visit(rows, measure, file, arguments, lambda found: summarise(found)["rows"])
-
-
-if __name__ == "__main__":
-    main()
+        return [*command, "--device-memory", str(self._budget + TORCH_ROOM), "--pool-memory", str(self._pool)]
