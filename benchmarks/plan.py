@@ -100,7 +100,9 @@ JOBS = (
 AUTOS = tuple(Auto(job) for job in (Job("llama-1b", 8, 1024, "6GiB"), Job("large-vocabulary", 1, 1024, "6GiB")))
 LARGEST = Largest("24GiB", "128GiB", Batch(1, 1024, recompute=True))
 SMALL = Largest("80MiB", "40MiB", Batch(1, 32, "float32", recompute=True), vocabulary=256)
-ROWS = {row.name: row for row in (*JOBS, *AUTOS, LARGEST)}
+ROWS: dict[str, Job | Auto | Largest] = {job.name: job for job in JOBS}
+ROWS |= {auto.name: auto for auto in AUTOS}
+ROWS[LARGEST.name] = LARGEST
 
 
 def predict(job: Job, preset: str, memory: str, profiles: Path | None = None) -> dict[str, Any]:

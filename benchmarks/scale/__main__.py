@@ -49,13 +49,16 @@ class Session:
         Instead of each row's own, in as much memory as it takes.
     steps : int
         Optimizer steps; the first 3 are not counted.
+    shape : str or None
+        Sizes in place of the model's own.
     """
 
-    def __init__(self, gpus: int, device: str, preset: str | None, steps: int) -> None:
+    def __init__(self, gpus: int, device: str, preset: str | None, steps: int, shape: str | None = None) -> None:
         self._gpus = gpus
         self._device = device
         self._preset = preset
         self._steps = steps
+        self._shape = shape
         self._jobs = jobs(gpus)
 
     def measure(self, name: str, limit_s: float, rows: dict[str, records.Row]) -> records.Row:
@@ -109,6 +112,7 @@ class Session:
         micro_batch, seq = (1, 64) if self._preset else (job.micro_batch, job.seq)
         common += ["--micro-batch", str(micro_batch), "--seq", str(seq), "--checkpointing"]
         common += ["--accumulate", str(job.accumulate)]
+        common += ["--shape", self._shape] if self._shape else []
         if job.system == "deepspeed":
             return common
         arguments = ["train", *common, "--device", self._device]
@@ -164,7 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--device", choices=["cuda", "emulated"], default="cuda")
     parser.add_argument("--preset", help="another model, in its default device memory")
-    first, _ = parser.parse_known_args(arguments if arguments is None else [*arguments])
+    parser.add_argument("--shape", help="sizes in place of its own, as memferry train takes them")
+    first, _ = parser.parse_known_args(arguments)
     gpus = first.gpus or _count(first.device)
     if gpus < 1:
         parser.error("--gpus: there is no CUDA device; --device emulated --preset tiny tries the benchmark out")
@@ -172,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = parser.parse_args(arguments)
     found.out = found.out or default_out(gpus)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast is not to be had everywhere, and not used here
-    session = Session(gpus, found.device, found.preset, found.steps)
+    session = Session(gpus, found.device, found.preset, found.steps, found.shape)
     file = records.Records(found.out, "scale", names(gpus), summarise)
     wanted = chosen(parser, found)
     visit(wanted, lambda name, limit: session.measure(name, limit, file.rows), file, found, summarise)

@@ -19,6 +19,7 @@ from typing import Any
 
 from memferry_allocator import Direction, Driver, open_driver
 from memferry_transport import Calibration, TransferOptions
+from memferry_transport import Path as Way
 from memferry_transport.measure import CASES, NEVER, Bench, MeasureOptions, calibrate_on, run_case
 from memferry_transport.measure.calibrate import engine_load, open_engine
 from memferry_transport.measure.copies import check, clear
@@ -55,13 +56,13 @@ def spread(known: Calibration, devices: Sequence[int]) -> Calibration:
     count = len(devices)
     place = {device: number for number, device in enumerate(devices)}
 
-    def moved(device: int | None, by: int) -> int | None:
-        return None if device is None else devices[(place[device] + by) % count]
+    def moved(device: int, by: int) -> int:
+        return devices[(place[device] + by) % count]
 
     return replace(
         known,
         ways={
-            (replace(path, device=moved(path.device, by), helper=moved(path.helper, by)), direction): measured
+            (_renamed(path, lambda device, by=by: moved(device, by)), direction): measured  # type: ignore[misc]
             for (path, direction), measured in known.ways.items()
             for by in range(count)
         },
@@ -69,6 +70,10 @@ def spread(known: Calibration, devices: Sequence[int]) -> Calibration:
         join_s=_for_all(known.join_s, devices),
         duplex=dict.fromkeys(devices, known.duplex[devices[0]]),
     )
+
+
+def _renamed(path: Way, name: Callable[[int], int]) -> Way:
+    return replace(path, device=name(path.device), helper=None if path.helper is None else name(path.helper))
 
 
 def _for_all(found: Any, devices: Sequence[int]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,11 @@ PLENTY = 0.8  # in use: a resource that binds
 
 def summarise(rows: dict[str, Row]) -> dict[str, Any]:
     """By the rows' names."""
-    own = {TOPOLOGY: _topology, LINKS: _links, MEMORY: lambda result: result}
+    own: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        TOPOLOGY: _topology,
+        LINKS: _links,
+        MEMORY: lambda result: result,
+    }
     figures: dict[str, Any] = {}
     for name, row in rows.items():
         if row["status"] != "ok":

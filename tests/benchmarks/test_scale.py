@@ -176,10 +176,11 @@ def test_results_take_their_places_and_name_no_machine(monkeypatch: pytest.Monke
 def test_ranks_on_the_emulated_device(tmp_path: Path, gpus: int) -> None:
     out = tmp_path / "scale.json"
     rows = f"topology,llama-1b-{gpus}gpu,llama-1b-1gpu,links,memory"
-    start = ["--gpus", str(gpus), "--device", "emulated", "--preset", "tiny", "--steps", "1", "--limit", "500"]
+    start = ["--gpus", str(gpus), "--device", "emulated", "--steps", "1", "--limit", "500"]
+    start += ["--preset", "tiny", "--shape", "hidden=64,layers=2,ffn=128,heads=1"]
     scale.main([*start, "--rows", rows, "--out", str(out)])
     summary = json.loads(out.read_text())["summary"]
     assert len(summary) == 5
     mine, one = summary[f"llama-1b-{gpus}gpu"], summary["llama-1b-1gpu"]
     assert mine["efficiency"] > 0
-    assert 1 <= mine["host_bytes"] / one["host_bytes"] < 1.01
+    assert 1 <= mine["host_bytes"] / one["host_bytes"] < 1.5, "they share one state"
