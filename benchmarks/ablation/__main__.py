@@ -34,6 +34,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--preset", help="another model, in memory to its scale")
+    parser.add_argument("--deterministic", action="store_true", help="with kernels of which losses are comparable")
     parser.add_argument("--profiles", type=Path, help="folder of profiles")
     arguments = parser.parse_args(given)
     rows = chosen(parser, arguments)
@@ -44,7 +45,7 @@ def main(given: Sequence[str] | None = None) -> None:
         model, arm = name.split("/")
         if model not in benches:
             benches[model] = Bench(MODELS[model], arguments.device, arguments.preset, arguments.profiles)
-        return benches[model].measure(arm, arguments.steps, limit_s)
+        return benches[model].measure(arm, arguments.steps, limit_s, deterministic=arguments.deterministic)
 
     visit(rows, measure, file, arguments, lambda found: summarise(found)["rows"])
 

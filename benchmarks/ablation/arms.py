@@ -182,7 +182,7 @@ class Bench:
             return str(error)
         return Arm(planned.plan.seconds, modes=modes)
 
-    def measure(self, name: str, steps: int, limit_s: float) -> records.Row:
+    def measure(self, name: str, steps: int, limit_s: float, *, deterministic: bool = False) -> records.Row:
         """A row."""
         arm = self.arms[name]
         row: records.Row = {"job": {**asdict(self.job), "arm": name, "steps": steps}, "source": self.source}
@@ -196,6 +196,7 @@ class Bench:
             return {**row, "status": "same", "as": twin}
         with tempfile.TemporaryDirectory() as folder:
             command = self.command(steps, overlap=arm.overlap)
+            command += ["--deterministic"] * deterministic
             if arm.plan is not None:
                 row["modes"] = format_modes(arm.plan.modes)
                 save_plan(arm.plan, Path(folder, "plan.json"))

@@ -38,13 +38,21 @@ def _figures(rows: dict[str, Row], name: str) -> dict[str, Any]:
         found["error"] = found["predicted_s"] / measured - 1
     found["device_peak_bytes"] = row["result"]["summary"]["device_peak_bytes"]
     found["plan_notes"] = row["result"]["report"]["plan_notes"]
-    found["same_losses"] = _losses(row) == _losses(_first(rows, model))
+    first = _first(rows, model)
+    if _comparable(row) and _comparable(first):
+        found["same_losses"] = _losses(row) == _losses(first)
     return found
 
 
 def _first(rows: dict[str, Row], model: str) -> Row:
     """The first arm of the model that was measured."""
     return next(rows[f"{model}/{arm}"] for arm in ARMS if rows.get(f"{model}/{arm}", {}).get("status") == "ok")
+
+
+def _comparable(row: Row) -> bool:
+    """Whether its kernels give the same losses every time."""
+    result = row["result"]
+    return bool(result["settings"]["deterministic"] or result["machine"]["emulated"])
 
 
 def _losses(row: Row) -> list[float]:

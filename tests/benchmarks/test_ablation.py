@@ -62,7 +62,13 @@ def test_the_small_model_has_a_third_of_its_weights(bench: ablation.Bench) -> No
 
 def result(seconds: float, loss: float = 1.0) -> dict[str, Any]:
     summary = {"iteration_s": seconds, "device_peak_bytes": 5}
-    return {"summary": summary, "samples": [{"loss": loss}], "report": {"per_layer": [1], "plan_notes": []}}
+    about = {"settings": {"deterministic": True}, "machine": {"emulated": False}}
+    return {
+        **about,
+        "summary": summary,
+        "samples": [{"loss": loss}],
+        "report": {"per_layer": [1], "plan_notes": []},
+    }
 
 
 @pytest.fixture
@@ -113,9 +119,10 @@ def test_other_losses_are_seen() -> None:
         "llama-1b/pipelined": {**common, "result": result(1.0)},
         "llama-1b/embedding": {**common, "result": result(0.8, loss=1.0 + 1e-9)},
         "llama-1b/planner": {**common, "result": result(0.8)},
+        "llama-1b/split": {**common, "result": {**result(0.8), "settings": {"deterministic": False}}},
     }
     found = summarise(rows)["rows"]
-    assert [row["same_losses"] for row in found.values()] == [True, False, True]
+    assert [row.get("same_losses") for row in found.values()] == [True, False, True, None]
     assert found["llama-1b/embedding"]["over_arm_before"] == pytest.approx(0.8)
     assert found["llama-1b/embedding"]["error"] == pytest.approx(0.25)
 
@@ -127,11 +134,14 @@ def test_tables_without_rows_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "make bench-scale-8" in tables.render("iterations_8")
 
 
-@pytest.mark.slow
-def test_an_arm_on_the_emulated_device() -> None:
-    bench = ablation.Bench(ablation.MODELS["bert-base-size"], "emulated", "tiny", None)
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("emulated", marks=pytest.mark.slow), pytest.param("cuda:0", marks=pytest.mark.gpu)],
+)
+def test_arms_on_a_device(device: str) -> None:
+    bench = ablation.Bench(ablation.MODELS["bert-base-size"], device, "tiny", None)
     rows = {}
     for name in ("pipelined", "embedding", "early", ablation.PLANNER):
-        row = rows[f"bert-base-size/{name}"] = bench.measure(name, 3, 240)
+        row = rows[f"bert-base-size/{name}"] = bench.measure(name, 3, 240, deterministic=True)
         assert row["status"] in ("ok", "same"), row
     assert all(row["same_losses"] for row in summarise(rows)["rows"].values() if "measured_s" in row)

@@ -95,6 +95,20 @@ def test_links_are_measured_with_every_number_of_helpers(measured_links: dict[st
     assert [len(line) for line in lines] == [len(head)] * 3
 
 
+@pytest.mark.gpu
+def test_links_of_two_devices() -> None:
+    driver = open_driver("cuda")
+    if driver.device_count < 2 or not (driver.can_access_peer(0, 1) and driver.can_access_peer(1, 0)):
+        pytest.skip("needs two devices that reach each other")
+    sizes = (16 << 20, 64 << 20)
+    options = MeasureOptions(nbytes=32 << 20, samples=2, copies=4)
+    found = links.measure(driver, 2, options, sizes, time.monotonic() + 60)
+    figures = summarise({LINKS: {"status": "ok", "result": found}})[LINKS]
+    assert figures["over_direct"][1]["h2d"][str(64 << 20)] > 1
+    assert 0 < figures["cpu_share"] < 2
+    assert figures["all_pulling_ratio"] > 0.8
+
+
 def test_what_there_is_no_time_for_is_left_out() -> None:
     driver = open_driver("emulated", emulated=emulated_options(machine("h200-x2"), eagerness=0.0))
     options = MeasureOptions(nbytes=1 << 20, samples=1, copies=1)

@@ -166,6 +166,31 @@ def test_the_largest_model_trains_in_both_budgets_and_one_layer_more_does_not(
     assert "host_memory: 40.00 MiB is too small" in refused.err
 
 
+@pytest.mark.gpu
+def test_the_largest_model_trains_on_a_device(memferry: Command, text_file: Path, tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    budgets = ("--device-memory", "512MiB", "--host-memory", "512MiB")
+    batch = ("--micro-batch", "1", "--seq", "64", "--shape", "vocabulary=256")
+    outcome = memferry("plan", "--largest", *budgets, *batch)
+    assert outcome.status == 0, outcome.err
+    (line,) = [line for line in outcome.out.splitlines() if line.startswith("  train ")]
+    here = ("--device", "cuda:0", "--data", str(text_file), "--json", str(results))
+    done = memferry(*shlex.split(line)[2:], *here)
+    assert done.status == 0, done.err
+    report = json.loads(results.read_text())["report"]
+    assert report["device_peak"] <= 512 << 20
+    assert 256 << 20 < report["host_nbytes"] <= 512 << 20
+
+
+@pytest.mark.gpu
+def test_a_config_is_trained_to_the_bit_on_a_device(memferry: Command, config: Path, text_file: Path) -> None:
+    options = ("--config", str(config), "--micro-batch", "2", "--seq", "16", "--data", str(text_file))
+    done = memferry(
+        "train", *options, "--device", "cuda:0", "--device-memory", "256MiB", "--steps", "3", "--verify"
+    )
+    assert done.status == 0, done.out + done.err
+
+
 def test_the_command_needs_no_file(memferry: Command) -> None:
     command = largest(memferry)
     assert command[:2] == ["train", "--shape"]

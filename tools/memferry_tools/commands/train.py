@@ -82,6 +82,12 @@ def command(
         bool, typer.Option("--async-step/--no-async-step", help="Let the next forward begin beside the update.")
     ] = True,
     seed: Annotated[int, typer.Option(help="Of the first weights and of the batches.")] = 0,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic", help="Use kernels alone whose results are the same every time, as --verify."
+        ),
+    ] = False,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Repeat the run in plain PyTorch; exit status 1 if one bit differs."),

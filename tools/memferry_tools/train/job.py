@@ -41,7 +41,7 @@ def run(options: TrainOptions) -> int:
     check_savable(options.save, options.resume)
     device = device_of(options.device)
     try:
-        with deterministic_kernels() if options.verify else nullcontext():
+        with deterministic_kernels() if options.deterministic else nullcontext():
             return _run(options, device)
     except RuntimeError as error:
         if is_host_out_of_memory(error):

@@ -41,7 +41,7 @@ class TrainOptions:
     plan : Plan or "auto" or None
     plan_file : Path or None
         Where it is from.
-    async_step, verify : bool
+    async_step, deterministic, verify : bool
     save, resume : Path or None
         Folders of checkpoints.
     save_every : int or None
@@ -61,6 +61,7 @@ class TrainOptions:
     plan: Plan | str | None
     plan_file: Path | None
     async_step: bool
+    deterministic: bool
     verify: bool
     save: Path | None
     save_every: int | None
@@ -95,6 +96,7 @@ class TrainOptions:
         checkpointing: bool | None = None,
         async_step: bool = True,
         seed: int = 0,
+        deterministic: bool = False,
         verify: bool = False,
         save: str | None = None,
         save_every: int | None = None,
@@ -150,6 +152,7 @@ class TrainOptions:
             plan=plan if file is None else _plan(file, recipe),
             plan_file=file,
             async_step=async_step,
+            deterministic=deterministic or verify,
             verify=verify,
             save=_path(save, "--save"),
             save_every=None if save_every is None else _at_least(1, save_every, 1, "--save-every"),

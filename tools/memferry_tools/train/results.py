@@ -55,6 +55,7 @@ def results(
             "mode": options.mode,
             "plan": options.plan if options.plan_file is None else str(options.plan_file),
             "async_step": options.async_step,
+            "deterministic": options.deterministic,
             "verify": options.verify,
             "save": None if options.save is None else str(options.save),
             "save_every": options.save_every,
