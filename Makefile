@@ -8,7 +8,7 @@ TESTS ?= tests
 JOBS ?= 2
 
 .PHONY: demo test test-all test-gpu lint bench bench-allocator bench-interop bench-optimizer bench-pipeline bench-plan \
-  bench-bandwidth bench-dha bench-ablation bench-scale bench-scale-8 clean
+  bench-bandwidth bench-dha bench-scale clean
 
 demo: $(READY)  ## the main job: train a small language model through a third of its weights' memory
 	$(RUN)memferry train --preset tiny --steps 12 --verify
@@ -50,12 +50,14 @@ bench-dha:  ## direct host access: operators, and models in little memory
 	$(RUN)python -m benchmarks.dha
 	$(RUN)python -m benchmarks.tables
 
-bench-plan:  ## predicted iterations against measured ones; PROFILES=folder for those by profile, too
-	$(RUN)python -m benchmarks.plan $(if $(ROWS),--rows '$(ROWS)') $(if $(PROFILES),--profiles $(PROFILES))
-	$(RUN)python -m benchmarks.tables
+.PHONY: bench-ablation bench-scale-8
 
 bench-ablation:  ## what each of the scheduler's ideas gains; ROWS=patterns for a part, PROFILES=folder for plans by profile
 	$(RUN)python -m benchmarks.ablation $(if $(ROWS),--rows '$(ROWS)') $(if $(PROFILES),--profiles $(PROFILES))
+	$(RUN)python -m benchmarks.tables
+
+bench-plan:  ## predicted iterations against measured ones; PROFILES=folder for those by profile, too
+	$(RUN)python -m benchmarks.plan $(if $(ROWS),--rows '$(ROWS)') $(if $(PROFILES),--profiles $(PROFILES))
 	$(RUN)python -m benchmarks.tables
 
 bench-bandwidth:  ## two CUDA devices or more, for all of it

@@ -68,13 +68,13 @@ class Preset:
 
 PRESETS = {
     "tiny": Preset(ModelShape(384, 10, 1024, 6, 256), micro_batch=4, seq=256, lr=1e-3, checkpointing=False),
-    "llama-1b": Preset(ModelShape(2048, 22, 5632, 16, 32000), 8, 1024, 1e-4, checkpointing=True),
-    "llama-3b": Preset(ModelShape(3200, 26, 8640, 25, 32000), 8, 1024, 1e-4, checkpointing=True),
-    "llama-7b": Preset(ModelShape(4096, 32, 11008, 32, 32000), 8, 1024, 1e-4, checkpointing=True),
-    # llama-1b with a large vocabulary: its two tables are half of its 2.2 B parameters
-    "large-vocabulary": Preset(ModelShape(2048, 22, 5632, 16, 256000), 1, 1024, 1e-4, checkpointing=True),
     # a decoder like the others, of the width, depth and vocabulary of BERT base; its feed-forward part has a gate
     "bert-base-size": Preset(ModelShape(768, 12, 3072, 12, 30522), 1, 384, 1e-4, checkpointing=False),
+    "llama-1b": Preset(ModelShape(2048, 22, 5632, 16, 32000), 8, 1024, 1e-4, checkpointing=True),
+    # llama-1b with a large vocabulary: its two tables are half of its 2.2 B parameters
+    "large-vocabulary": Preset(ModelShape(2048, 22, 5632, 16, 256000), 1, 1024, 1e-4, checkpointing=True),
+    "llama-3b": Preset(ModelShape(3200, 26, 8640, 25, 32000), 8, 1024, 1e-4, checkpointing=True),
+    "llama-7b": Preset(ModelShape(4096, 32, 11008, 32, 32000), 8, 1024, 1e-4, checkpointing=True),
 }
 
 
