@@ -8,7 +8,7 @@ TESTS ?= tests
 JOBS ?= 2
 
 .PHONY: demo test test-all test-gpu lint bench bench-allocator bench-interop bench-optimizer bench-pipeline bench-plan \
-  bench-bandwidth bench-dha bench-scale clean
+  bench-ablation bench-bandwidth bench-dha bench-machines bench-scale bench-scale-8 clean
 
 demo: $(READY)  ## the main job: train a small language model through a third of its weights' memory
 	$(RUN)memferry train --preset tiny --steps 12 --verify
@@ -50,11 +50,14 @@ bench-dha:  ## direct host access: operators, and models in little memory
 	$(RUN)python -m benchmarks.dha
 	$(RUN)python -m benchmarks.tables
 
-bench-plan:  ## predicted iterations against measured ones; PROFILES=folder for those by profile, too
-	$(RUN)python -m benchmarks.plan $(if $(PROFILES),--profiles $(PROFILES))
+bench-ablation:  ## what each of the scheduler's ideas gains; ROWS=patterns for a part, PROFILES=folder for plans by profile
+	$(RUN)python -m benchmarks.ablation $(if $(ROWS),--rows '$(ROWS)') $(if $(PROFILES),--profiles $(PROFILES))
 	$(RUN)python -m benchmarks.tables
 
-.PHONY: bench-machines
+bench-plan:  ## predicted iterations against measured ones; PROFILES=folder for those by profile, too
+	$(RUN)python -m benchmarks.plan $(if $(ROWS),--rows '$(ROWS)') $(if $(PROFILES),--profiles $(PROFILES))
+	$(RUN)python -m benchmarks.tables
+
 bench-machines:  ## iterations on machines that nobody here has, by the simulator; needs no device
 	$(RUN)python -m benchmarks.machines
 	$(RUN)python -m benchmarks.tables
@@ -63,8 +66,13 @@ bench-bandwidth:  ## two CUDA devices or more, for all of it
 	$(RUN)memferry bandwidth --all --recalibrate --json benchmarks/results/bandwidth-2xh200.json
 	$(RUN)python -m benchmarks.tables
 
-bench-scale:  ## two CUDA devices
-	$(RUN)python -m benchmarks.scale
+bench-scale:  ## two CUDA devices, or as many as there are; ROWS=patterns for a part
+	$(RUN)python -m benchmarks.scale $(if $(ROWS),--rows '$(ROWS)')
+	$(RUN)python -m benchmarks.tables
+
+bench-scale-8:  ## the same on eight, in 9 minutes at the most
+	$(RUN)python -m benchmarks.scale --gpus 8 --limit-total 540 $(if $(ROWS),--rows '$(ROWS)')
+	$(RUN)python -m benchmarks.tables
 
 NATIVE := $(wildcard memferry_rt/native/*.[ch] memferry_rt/native/build.py allocator/memferry_allocator/native/*.[ch] \
   allocator/memferry_allocator/native/*.cpp allocator/memferry_allocator/native/build.py)

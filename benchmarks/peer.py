@@ -19,7 +19,7 @@ from memferry_tools.train.recipe import Recipe
 from memferry_tools.train.text import read_text
 from memferry_tools.train.tokens import tokenise
 
-NUMBERS = {"micro_batch": int, "seq": int, "steps": int, "max_grad_norm": float}
+NUMBERS = {"micro_batch": int, "seq": int, "accumulate": int, "steps": int, "max_grad_norm": float}
 
 
 def options_of(arguments: list[str]) -> TrainOptions:

@@ -19,10 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from memferry_allocator import parse_size
-from memferry_tools.train.presets import find_preset
-
 from . import records
+from .budgets import mib, scaled_device, scaled_host
 
 PEERS = {"deepspeed-zero2": "deepspeed_zero2", "torch-gpu": "torch_gpu"}  # and their modules here
 
@@ -98,18 +96,14 @@ class Session:
     def _memory(self, job: Job) -> str:
         if self._preset is None:
             return job.device_memory
-        itemsize = 4 if self._device.startswith("emulated") else 2  # of weights in compute
-        parameters = find_preset(self._preset).shape.parameters
-        multiple = parse_size(job.device_memory) / (2 * find_preset(job.preset).shape.parameters)
-        return f"{int(multiple * itemsize * parameters) >> 20}MiB"
+        return mib(scaled_device(job.device_memory, job.preset, self._preset, self._device))
 
     def _host_memory(self, job: Job) -> list[str]:
         if job.host_memory is None:
             return []
         if self._preset is None:
             return ["--host-memory", job.host_memory]
-        larger = find_preset(self._preset).shape.parameters / find_preset(job.preset).shape.parameters
-        return ["--host-memory", f"{int(parse_size(job.host_memory) * larger) >> 20}MiB"]
+        return ["--host-memory", mib(scaled_host(job.host_memory, job.preset, self._preset))]
 
     def _peer(self, name: str, settings: list[str]) -> records.Row:
         if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:

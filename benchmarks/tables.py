@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .cells import Rows, gib, mib, number, under
 from .dha import tables as dha
+from .plan_tables import ablation, plan, plan_auto, plan_largest, planner
+from .scale.tables import iterations, relays
 from .tables_of_machines import machine_hosts, machine_loads, machine_numbers, machines
 
 ROOT = Path(__file__).parents[1]
@@ -23,8 +26,6 @@ PAGES = tuple(
     f"docs/{page}.md"
     for page in ("allocator", "interop", "performance", "bandwidth", "dha", "scheduler", "multi-gpu")
 )
-
-Rows = list[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Table:
 def allocator(summary: dict[str, Any]) -> Rows:
     def figures(form: str, *names: str) -> tuple[str, ...]:
         """Of MemFerry, torch, rmm, cupy and the driver, as far as they are measured."""
-        found = [_number(summary[name], form) for name in names]
+        found = [number(summary[name], form) for name in names]
         return (*found, *[""] * (5 - len(found)))
 
     pairs = (f"pair_{name}_us" for name in ("pool", "torch", "rmm", "cupy", "driver"))
@@ -85,7 +86,7 @@ def interop(summary: dict[str, Any]) -> Rows:
         "dlpack_from_torch_us": "torch tensor taken over, by DLPack",
         "c_pair_us": "allocate and free 1 MiB from C",
     }
-    known = [(text, _number(summary[name], "{:.2f} µs")) for name, text in names.items() if name in summary]
+    known = [(text, number(summary[name], "{:.2f} µs")) for name, text in names.items() if name in summary]
     return [("", "median"), *known]
 
 
@@ -100,7 +101,7 @@ def kernel(summary: dict[str, Any]) -> Rows:
         "over torch",
         "MemFerry, GB/s",
     )
-    return _under(
+    return under(
         head,
         (
             (
@@ -117,7 +118,7 @@ def kernel(summary: dict[str, Any]) -> Rows:
 
 
 def choices(summary: dict[str, Any]) -> Rows:
-    return _under(
+    return under(
         ("", "work", "gradients", "Gparam/s"),
         (
             (_choice(row), row["work"], row["dtype"], f"{row['gparams']:.2f}")
@@ -142,7 +143,7 @@ def together(summary: dict[str, Any]) -> Rows:
     found: dict[tuple[int, str], dict[str, dict[str, Any]]] = {}
     for case in summary.get("together_cases", ()):
         found.setdefault((case["threads"], case["who"]), {})[case["work"]] = case
-    return _under(
+    return under(
         ("", "CPU threads", "update, Gparam/s", "GB/s", "traffic, GB/s", "update over traffic"),
         (
             (
@@ -169,7 +170,7 @@ def pipeline(summary: dict[str, Any]) -> Rows:
         "exposed update",
         "exposed copies",
     )
-    return _under(head, ((name, *_iteration(row)) for name, row in summary.items()))
+    return under(head, ((name, *_iteration(row)) for name, row in summary.items()))
 
 
 def _iteration(row: dict[str, Any]) -> tuple[str, ...]:
@@ -177,24 +178,24 @@ def _iteration(row: dict[str, Any]) -> tuple[str, ...]:
         return ("failed", *[""] * 6)
     return (
         f"{row['iteration_s']:.3f} s",
-        _gib(row["device_peak_bytes"]),
+        gib(row["device_peak_bytes"]),
         f"{row['host_bytes_per_parameter']:.2f}",
         f"{row['dram_bytes_per_parameter']:.1f} bytes",
-        _number(row["busy_share"], "{:.0%}"),
+        number(row["busy_share"], "{:.0%}"),
         f"{row['exposed_optimizer_s']:.3f} s",
         f"{row['exposed_copy_s']:.3f} s",
     )
 
 
 def peers(summary: dict[str, Any]) -> Rows:
-    return _under(
+    return under(
         ("", "beside it", "its iteration", "its device memory", "its time over MemFerry's"),
         (
             (
                 name,
                 peer["system"],
                 f"{peer['iteration_s']:.3f} s",
-                _gib(peer["device_peak_bytes"]),
+                gib(peer["device_peak_bytes"]),
                 f"{peer['ratio']:.2f}",
             )
             for name, row in summary.items()
@@ -213,33 +214,13 @@ def bandwidth(summary: dict[str, Any]) -> Rows:
     return [
         ("", "host to device", "device to host"),
         ("engine over a direct copy", *(", ".join(by_size(direction)) for direction in ("h2d", "d2h"))),
-        ("several ways pay from", *(_number(_mib(pays[direction]), "{:.1f} MiB") for direction in ("h2d", "d2h"))),
-        ("both devices pulling: engines over direct copies", _number(summary["both_pulling_ratio"], "{:.2f}"), ""),
-        ("engine without helpers over the driver's copy", _number(summary["direct_over_plain"], "{:.3f}"), ""),
-        ("engine's part of submitting a small copy", _number(summary["submission_overhead_us"], "{:.1f} µs"), ""),
-        ("share of one core during transfers over several ways", _number(summary["cpu_share"], "{:.1%}"), ""),
-        ("predicted within 10%", _number(summary["predicted_within_10_percent"], "{:.0%}"), ""),
+        ("several ways pay from", *(number(mib(pays[direction]), "{:.1f} MiB") for direction in ("h2d", "d2h"))),
+        ("both devices pulling: engines over direct copies", number(summary["both_pulling_ratio"], "{:.2f}"), ""),
+        ("engine without helpers over the driver's copy", number(summary["direct_over_plain"], "{:.3f}"), ""),
+        ("engine's part of submitting a small copy", number(summary["submission_overhead_us"], "{:.1f} µs"), ""),
+        ("share of one core during transfers over several ways", number(summary["cpu_share"], "{:.1%}"), ""),
+        ("predicted within 10%", number(summary["predicted_within_10_percent"], "{:.0%}"), ""),
     ]
-
-
-def plan(summary: dict[str, Any]) -> Rows:
-    """Iterations predicted and measured."""
-    head = ("", "measured", "by formulas", "off by", "by a profile", "off by")
-    return _under(
-        head,
-        [
-            (
-                name,
-                _number(row["measured_s"], "{:.3f} s"),
-                _number(row.get("formula_s"), "{:.3f} s"),
-                _number(row["formula_error"], "{:+.1%}"),
-                _number(row.get("profile_s"), "{:.3f} s"),
-                _number(row["profile_error"], "{:+.1%}"),
-            )
-            for name, row in summary["rows"].items()
-            if "failed" not in row
-        ],
-    )
 
 
 TABLES = {
@@ -251,6 +232,15 @@ TABLES = {
     "pipeline": Table("pipeline", pipeline),
     "peers": Table("pipeline", peers),
     "plan": Table("plan", plan),
+    "plan_auto": Table("plan", plan_auto),
+    "plan_largest": Table("plan", plan_largest),
+    "ablation": Table("ablation", ablation),
+    "planner": Table("ablation", planner),
+    **{
+        f"{made.__name__}_{gpus}": Table(f"scale-{gpus}xh200", made, f"bench-scale{'-8' if gpus == 8 else ''}")
+        for made in (iterations, relays)
+        for gpus in (2, 8)
+    },
     "bandwidth": Table("bandwidth-2xh200", bandwidth, "bench-bandwidth"),
     **{
         made.__name__: Table("machines", made)
@@ -278,24 +268,6 @@ def render(name: str) -> str:
 def with_tables(text: str) -> str:
     """A page with its tables as the results have them."""
     return PLACE.sub(lambda found: f"{found[1]}{render(found[2])}{found[3]}", text)
-
-
-def _under(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Rows:
-    """Rows under their head; nothing where there are none."""
-    found = list(rows)
-    return [head, *found] if found else []
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
-
-
-def _mib(nbytes: int | None) -> float | None:
-    return None if nbytes is None else nbytes / 2**20
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
 
 
 if __name__ == "__main__":

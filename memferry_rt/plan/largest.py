@@ -13,7 +13,7 @@ from .shapes import TRAIN, Batch, Dimensions, Names, transformer
 
 MOST_LAYERS = 400
 HEAD_WIDTH = 128
-WIDTHS = tuple(range(1024, 16384 + 1, 256))  # hidden sizes that are tried
+WIDTHS = (64, 128, 256, 384, 512, 768, *range(1024, 16384 + 1, 256))  # hidden sizes that are tried
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def largest_model(
     quick = replace(options, evaluations=min(options.evaluations, 12))
     refusal: BudgetError | None = None
     for size in sorted(sizes, key=lambda each: -each.parameters):
-        workload = transformer(f"llama-{size.parameters / 1e9:.2f}b", size, batch, names)
+        workload = transformer(_name(size), size, batch, names)
         try:
             make_plan(workload, quick, machine)
         except BudgetError as error:
@@ -82,6 +82,11 @@ def largest_model(
     smallest = transformer("llama", _llama(WIDTHS[0], 1, vocabulary, fused), batch, names)
     needed = host_nbytes(smallest, Choice((), 0))
     raise BudgetError("host_memory", options.host_memory, needed, "the smallest model of this kind takes more")
+
+
+def _name(size: Dimensions) -> str:
+    parameters = size.parameters
+    return f"llama-{parameters / 1e9:.2f}b" if parameters >= 5e7 else f"llama-{parameters / 1e6:.2f}m"
 
 
 def _llama(hidden: int, layers: int, vocabulary: int, fused: bool) -> Dimensions:

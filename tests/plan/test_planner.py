@@ -424,7 +424,7 @@ def test_without_a_host_budget_or_with_one_that_is_too_small_there_is_no_largest
     with pytest.raises(PlanError, match="host_memory: the largest model depends on it"):
         largest_model(PlanOptions(24 * GIB), batch)
     with pytest.raises(BudgetError, match="host_memory"):
-        largest_model(PlanOptions(24 * GIB, host_memory=GIB // 2), batch)
+        largest_model(PlanOptions(24 * GIB, host_memory=32 * MIB), batch)
     with pytest.raises(BudgetError, match="device_memory"):
         largest_model(PlanOptions(64 * MIB, host_memory=64 * GIB), batch)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import mmap
 import signal
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from memferry_allocator import Driver, registrations
 from memferry_rt import BudgetError
+from memferry_rt.adapters.torch import convert
 from memferry_tools.errors import ToolError
 from memferry_tools.train import offloaded as offloaded_module
 from memferry_tools.train.data import Batches
@@ -50,6 +53,30 @@ def test_weights_made_layer_by_layer_are_those_made_at_once(recipe: Recipe, batc
         masters = training.parameters()
     expected = dict(model_on_cpu(recipe).named_parameters())
     assert masters.keys() == expected.keys()
+    assert all(torch.equal(masters[name], expected[name]) for name in expected)
+
+
+def test_first_weights_are_there_a_layer_at_a_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they take beside the state goes back to the system, so that a model needs no more than its state."""
+    pages: list[weakref.ref[mmap.mmap]] = []
+    alive = []
+
+    class Pages(mmap.mmap):
+        def __new__(cls, number: int, nbytes: int, flags: int) -> Pages:
+            made = super().__new__(cls, number, nbytes, flags=flags)
+            pages.append(weakref.ref(made))
+            alive.append(sum(page() is not None for page in pages))
+            return made
+
+    monkeypatch.setattr(convert, "OWN_MAPPING", 1)
+    own = SimpleNamespace(mmap=Pages, MAP_PRIVATE=mmap.MAP_PRIVATE, MAP_ANONYMOUS=mmap.MAP_ANONYMOUS)
+    monkeypatch.setattr(convert, "mmap", own)
+    with start() as training:
+        assert len(pages) == len(list(Decoder(SMALL).parameters()))
+        assert max(alive) <= len(list(Block(SMALL).parameters()))
+        masters = training.parameters()
+    assert not any(page() is not None for page in pages)
+    expected = dict(model_on_cpu(training._recipe).named_parameters())
     assert all(torch.equal(masters[name], expected[name]) for name in expected)
 
 

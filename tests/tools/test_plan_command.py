@@ -311,17 +311,26 @@ def test_a_plan_for_another_model_is_refused(memferry: Command, tmp_path: Path) 
     assert memferry("plan", *LLAMA, "--save", path).status == 0
     outcome = memferry("simulate", "--preset", "llama-3b", "--plan", path)
     assert outcome.status == 2
-    assert "the plan is for llama-1b" in outcome.err
+    assert "--plan: the plan is for llama-1b" in outcome.err
     assert "this is llama-3b" in outcome.err
+    assert "give --preset llama-1b, --dtype bf16 and --micro-batch 8 --seq 1024" in outcome.err
+
+
+def test_a_plan_of_a_preset_names_its_model(memferry: Command, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    assert memferry("plan", "--preset", "tiny", "--device-memory", "1GiB", "--save", path).status == 0
+    outcome = memferry("simulate", "--plan", path)
+    assert outcome.status == 0, outcome.err
+    assert values(outcome.out, "model") == ["tiny, 4 x 256 tokens"]
 
 
 def test_a_sequence_is_no_longer_than_the_model_has_positions(memferry: Command, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     command = ("plan", "--config", str(tmp_path), "--device-memory", "8GiB")
     assert values(memferry(*command).out, "batch") == ["8 x 512 tokens"]
-    refused = memferry(*command, "--sequence", "1024")
+    refused = memferry(*command, "--seq", "1024")
     assert refused.status == 2
-    assert "--sequence: 1024 is more than the 512 positions" in refused.err
+    assert "--seq: 1024 is more than the 512 positions" in refused.err
 
 
 @pytest.mark.parametrize(

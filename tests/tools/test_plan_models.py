@@ -89,7 +89,13 @@ def test_reading_a_config_imports_no_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("preset", "checkpointing", "micro_batch"),
-    [("llama-1b", True, 8), ("llama-1b", False, 8), ("llama-1b", True, 1), ("llama-7b", True, 8)],
+    [
+        ("llama-1b", True, 8),
+        ("llama-1b", False, 8),
+        ("llama-1b", True, 1),
+        ("llama-7b", True, 8),
+        ("large-vocabulary", True, 1),
+    ],
 )
 def test_what_torch_needs_is_foreseen(preset: str, checkpointing: bool, micro_batch: int) -> None:
     """Against a step on tensors without data: never less by more than a little, nor much more."""

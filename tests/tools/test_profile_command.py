@@ -51,7 +51,7 @@ def test_the_second_time_it_is_found(memferry: Command) -> None:
         (("--device", "tpu"), "--device"),
         (("--dtype", "int8"), "--dtype"),
         (("--micro-batch", "0"), "--micro-batch"),
-        (("--sequence", "-1"), "--sequence"),
+        (("--sequence", "-1"), "--seq: -1"),
         (("--json", ""), "--json"),
         (("--json", "/nowhere/at/all.json"), "--json"),
     ],

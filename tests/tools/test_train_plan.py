@@ -56,6 +56,13 @@ def test_a_file_that_is_no_plan_is_refused(train: Command, text_file: Path) -> N
     assert "--plan: plan " in refused.err
 
 
+def test_a_plan_is_looked_at_before_anything_else(
+    train: Command, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memferry_tools.train.job.run", lambda options: pytest.fail("the run began"))
+    assert "--plan: plan " in train("--plan", str(text_file)).err
+
+
 def test_auto_plans_after_the_first_step(train: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     done = train("--plan", "auto", "--steps", "4", "--verify")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -16,6 +17,7 @@ from .layer import Geometry, LayerState
 from .tensors import DTYPES, TensorFactory
 
 ParameterInit = Callable[[nn.Module], None]
+OWN_MAPPING = 1 << 20  # bytes of a tensor that gets pages of its own
 
 
 def plan_layouts(
@@ -186,7 +188,7 @@ class Materialiser:
     def _fill(self, module: nn.Module) -> None:
         meta = [parameter for parameter in module.parameters(recurse=False) if parameter.is_meta]
         for parameter in meta:
-            fresh = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
+            fresh = nn.Parameter(_memory_like(parameter), requires_grad=parameter.requires_grad)
             torch.utils.swap_tensors(parameter, fresh)  # the optimizer's parameter stays the same object
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -198,3 +200,16 @@ class Materialiser:
             self._init(module)
         else:
             module.reset_parameters()  # type: ignore[operator]
+
+
+def _memory_like(parameter: torch.Tensor) -> torch.Tensor:
+    """Memory on the CPU for a parameter's first values, which goes back to the system with the tensor.
+
+    That of the C library's allocator stays with the process: what is freed there is seldom large enough, with its
+    alignment, for the next tensor of the same size.
+    """
+    nbytes = parameter.numel() * parameter.element_size()
+    if nbytes < OWN_MAPPING or not parameter.is_contiguous():
+        return torch.empty_like(parameter, device="cpu")
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=parameter.dtype).view(parameter.shape)

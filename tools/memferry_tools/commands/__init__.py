@@ -43,7 +43,8 @@ def invoke(arguments: list[str]) -> int:
     except typer.Exit as finished:
         return finished.exit_code
     except usage_error as error:
-        where = getattr(getattr(error, "ctx", None), "command_path", "memferry")
+        named = f"memferry {arguments[0]}" if arguments and arguments[0] in COMMANDS else "memferry"
+        where = getattr(getattr(error, "ctx", None), "command_path", named)
         raise ToolError(f"{error.format_message().rstrip('.')}; see {where} --help") from None
 
 

@@ -6,9 +6,16 @@ from typing import Annotated
 
 import typer
 
+from ..train.presets import PRESETS
+
+KNOWN = " or ".join((", ".join(list(PRESETS)[:-1]), list(PRESETS)[-1]))
 PRESET = Annotated[
     str | None,
-    typer.Option(help="tiny, llama-1b, llama-3b or llama-7b.  [default: the profile's model, or llama-1b]"),
+    typer.Option(help=f"{KNOWN}.  [default: the profile's model, or llama-1b]"),
+]
+SHAPE = Annotated[
+    str | None,
+    typer.Option(help="Sizes in place of the model's own, e.g. layers=4,vocabulary=512."),
 ]
 CONFIG = Annotated[
     str | None,
@@ -17,7 +24,7 @@ CONFIG = Annotated[
 TIED = Annotated[bool, typer.Option("--tied", help="Share the embedding's weight with the output's.")]
 MICRO_BATCH = Annotated[int | None, typer.Option(help="Sequences at a time.  [default: the preset's, or 8]")]
 SEQUENCE = Annotated[
-    int | None, typer.Option("--sequence", "--seq", help="Tokens in a sequence.  [default: the preset's, or 1024]")
+    int | None, typer.Option("--seq", "--sequence", help="Tokens in a sequence.  [default: the preset's, or 1024]")
 ]
 DTYPE = Annotated[str, typer.Option(help="Weights in compute: bf16, fp16 or fp32.")]
 CHECKPOINTING = Annotated[
@@ -43,6 +50,7 @@ EARLY = Annotated[
 def command(
     preset: PRESET = None,
     config: CONFIG = None,
+    shape: SHAPE = None,
     device_memory: Annotated[str | None, typer.Option(help="The device budget, e.g. 24GiB.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="The host budget; by default no limit.")] = None,
     largest: Annotated[
@@ -71,6 +79,9 @@ def command(
     gradient_memory: Annotated[str | None, typer.Option(help="The same in bytes, e.g. 512MiB.")] = None,
     partial: Annotated[bool, typer.Option("--partial", help="Weights that come and go may stay in part.")] = False,
     save: Annotated[str | None, typer.Option(help="Write the plan here.")] = None,
+    save_config: Annotated[
+        str | None, typer.Option(help="Write the sizes of --largest here, for memferry train --config.")
+    ] = None,
     json: Annotated[
         str | None, typer.Option(help="Write plan, machine, bounds, timeline and memory here.")
     ] = None,

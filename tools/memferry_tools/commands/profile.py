@@ -7,14 +7,19 @@ from typing import Annotated
 import typer
 
 from ..optional import require
+from .plan import SHAPE
 
 
 def command(
-    preset: Annotated[str, typer.Option(help="Whose layers; see memferry train.")] = "tiny",
+    preset: Annotated[str | None, typer.Option(help="Whose layers; see memferry train.  [default: tiny]")] = None,
+    config: Annotated[str | None, typer.Option(help="Instead: a config.json; see memferry train.")] = None,
+    shape: SHAPE = None,
     micro_batch: Annotated[
         int | None, typer.Option(help="Sequences in a micro-batch. [default: the preset's]")
     ] = None,
-    sequence: Annotated[int | None, typer.Option(help="Tokens in a sequence. [default: the preset's]")] = None,
+    sequence: Annotated[
+        int | None, typer.Option("--seq", "--sequence", help="Tokens in a sequence. [default: the preset's]")
+    ] = None,
     checkpointing: Annotated[
         bool | None,
         typer.Option(

@@ -20,6 +20,7 @@ from .plan import (
     PROFILE,
     RANKS,
     SEQUENCE,
+    SHAPE,
     TIED,
     TOPOLOGY,
 )
@@ -29,6 +30,7 @@ def command(
     plan: Annotated[str | None, typer.Option(help="A plan of memferry plan --save; of the same model.")] = None,
     preset: PRESET = None,
     config: CONFIG = None,
+    shape: SHAPE = None,
     device_memory: Annotated[
         str | None, typer.Option(help="The device budget, e.g. 24GiB.  [default: the plan's]")
     ] = None,

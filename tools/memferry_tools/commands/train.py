@@ -8,10 +8,18 @@ from typing import Annotated
 import typer
 
 from ..optional import require
+from .plan import KNOWN, SHAPE
 
 
 def command(
-    preset: Annotated[str, typer.Option(help="The model: tiny, llama-1b, llama-3b or llama-7b.")] = "tiny",
+    preset: Annotated[str | None, typer.Option(help=f"The model: {KNOWN}.  [default: tiny]")] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead: the sizes in the config.json of a Llama-like model of Hugging Face, or in its folder."
+        ),
+    ] = None,
+    shape: SHAPE = None,
     tied: Annotated[bool, typer.Option("--tied", help="Share the embedding's weight with the output's.")] = False,
     data: Annotated[
         str | None,
@@ -52,7 +60,9 @@ def command(
         str, typer.Option(help="Weights in compute: fp32 or bf16; auto takes bf16 on CUDA and fp32 elsewhere.")
     ] = "auto",
     micro_batch: Annotated[int | None, typer.Option(help="Sequences at a time.  [default: the preset's]")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens in a sequence.  [default: the preset's]")] = None,
+    seq: Annotated[
+        int | None, typer.Option("--seq", "--sequence", help="Tokens in a sequence.  [default: the preset's]")
+    ] = None,
     accumulate: Annotated[int, typer.Option(help="Micro-batches in a step.")] = 1,
     accumulate_dtype: Annotated[
         str, typer.Option(help="Sum their gradients in this: fp32, or auto for the dtype of the weights.")
@@ -72,6 +82,12 @@ def command(
         bool, typer.Option("--async-step/--no-async-step", help="Let the next forward begin beside the update.")
     ] = True,
     seed: Annotated[int, typer.Option(help="Of the first weights and of the batches.")] = 0,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic", help="Use kernels alone whose results are the same every time, as --verify."
+        ),
+    ] = False,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Repeat the run in plain PyTorch; exit status 1 if one bit differs."),

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from memferry_rt.plan import Dimensions, Names
+from memferry_rt.plan.shapes import TRAIN
 
 from ..errors import ToolError
 
+OURS = "MemFerryDecoder"  # among the architectures of a config that `llama_config` made
 LLAMA = Names("model.embed_tokens", "model.layers", "model.norm", "lm_head")
 GPT2 = Names("transformer.wte", "transformer.h", "transformer.ln_f", "lm_head", positions="transformer.wpe")
 BERT = Names(
@@ -47,6 +49,22 @@ def read_config(path: Path) -> tuple[Dimensions, Names]:
     return _FAMILIES[family](_Config(document, path))
 
 
+def llama_config(size: Dimensions) -> dict[str, Any]:
+    """The ``config.json`` of a decoder as ``memferry train`` makes it."""
+    width = size.hidden // size.heads
+    return {
+        "architectures": [OURS],
+        "model_type": "llama",
+        "hidden_size": size.hidden,
+        "num_hidden_layers": size.layers,
+        "intermediate_size": size.ffn,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": (size.kv_width or size.hidden) // width,
+        "vocab_size": size.vocabulary,
+        "tie_word_embeddings": size.tied,
+    }
+
+
 class _Config:
     """The file's object, whose numbers are checked when they are asked for."""
 
@@ -66,6 +84,10 @@ class _Config:
         if not isinstance(value, bool):
             raise ToolError(f"--config: {self._path}: {name}: {value!r} is neither true nor false")
         return value
+
+    def has_architecture(self, name: str) -> bool:
+        value = self._document.get("architectures")
+        return isinstance(value, list) and name in value
 
     def require_even_heads(self, hidden: int, heads: int) -> None:
         """Refuse a model that its heads do not divide."""
@@ -92,6 +114,7 @@ def _llama(config: _Config) -> tuple[Dimensions, Names]:
     width = config.number("head_dim", hidden // heads)
     if width * heads != hidden:
         config.refuse("head_dim", unless=hidden // heads)
+    ours = config.has_architecture(OURS)
     return (
         Dimensions(
             hidden,
@@ -100,9 +123,10 @@ def _llama(config: _Config) -> tuple[Dimensions, Names]:
             heads,
             config.number("vocab_size"),
             kv_width=width * config.number("num_key_value_heads", heads),
+            fused=ours,
             tied=config.flag("tie_word_embeddings", default=False),
         ),
-        LLAMA,
+        TRAIN if ours else LLAMA,
     )
 
 

@@ -28,6 +28,8 @@ from ..files import check_writable, write_json, write_whole
 from ..screen import Screen
 from ..version import version
 from . import plot
+from .configs import llama_config
+from .largest import VOCABULARY, train_command, vocabulary_of
 from .options import Host, Model, build_host, build_model, path, size
 from .report import document
 from .show import format_seconds, more_rows, show_bounds, show_plan
@@ -46,7 +48,9 @@ class PlanJob:
     host: Host
     options: PlanOptions
     largest: bool
+    vocabulary: int
     save: Path | None
+    save_config: Path | None
     json: Path | None
     plot: Path | None
 
@@ -61,6 +65,10 @@ class PlanJob:
             raise ToolError("--host-memory: the largest model depends on it; give it")
         if settings["largest"] and (settings["preset"] or settings["config"]):
             raise ToolError("--largest: it finds the model; leave --preset and --config out")
+        if settings["save_config"] is not None and not settings["largest"]:
+            raise ToolError("--save-config: it keeps the sizes that --largest finds; add that")
+        if settings["largest"] and settings["shape"] is not None:
+            settings = {**settings, "shape": None, "vocabulary": vocabulary_of(settings["shape"])}
         try:
             options = PlanOptions(
                 device_memory,
@@ -76,24 +84,39 @@ class PlanJob:
         except PlanError as error:
             name, _, why = str(error).partition(":")
             raise ToolError(f"--{_OPTIONS.get(name, name)}:{why}") from None
-        files = (path(settings[name], f"--{name}") for name in ("save", "json", "plot"))
-        return cls(build_model(**settings), build_host(**settings), options, settings["largest"], *files)
+        files = {
+            name: path(settings[name], f"--{name.replace('_', '-')}")
+            for name in ("save", "save_config", "json", "plot")
+        }
+        vocabulary = settings.get("vocabulary", VOCABULARY)
+        model, host = build_model(**settings), build_host(**settings)
+        return cls(model, host, options, settings["largest"], vocabulary, **files)
 
 
 def run(job: PlanJob) -> int:
     """Make a plan, show it and why it is so, and keep it."""
-    for name, file in (("--save", job.save), ("--json", job.json), ("--plot", job.plot)):
-        check_writable(file, name)
+    files = {"save": job.save, "save-config": job.save_config, "json": job.json, "plot": job.plot}
+    for name, file in files.items():
+        check_writable(file, f"--{name}")
     if job.plot is not None:
         plot.check_drawable()
     machine, profile = find_machine(job.host)
+    found = None
     if job.largest:
-        planned = largest_model(job.options, find_batch(job.model), machine).planned
+        found = largest_model(job.options, find_batch(job.model), machine, vocabulary=job.vocabulary)
+        planned = found.planned
     else:
         planned = make_plan(find_workload(job.model, profile), job.options, machine, profile)
     screen = Screen()
     screen.title(f"memferry {version()}: plan")
     _show(job, planned, screen)
+    if found is not None:
+        if job.save_config is not None:
+            write_json(job.save_config, llama_config(found.size), "--save-config")
+        assert job.options.host_memory is not None
+        command = train_command(found, job.options.device_memory, job.options.host_memory, job.save_config)
+        screen.rows([("train", command)])
+    screen.rows([("written", str(file)) for file in files.values() if file is not None])
     return 0
 
 
@@ -133,7 +156,6 @@ def _show(job: PlanJob, planned: Planned, screen: Screen) -> None:
         write_json(job.json, content, "--json")
     if job.plot is not None:
         write_whole(job.plot, plot.draw(taken, f"{plan.model} on {plan.device}", plan.device_memory), "--plot")
-    screen.rows([("written", str(file)) for file in (job.save, job.json, job.plot) if file is not None])
 
 
 def _load(file: str) -> Plan:

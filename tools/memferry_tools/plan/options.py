@@ -12,7 +12,7 @@ from ..errors import ToolError
 from ..train.presets import find_preset
 
 DEFAULT = "llama-1b"
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,15 @@ class Model:
     preset : str or None
     config : Path or None
         A Hugging Face ``config.json``, in place of a preset.
+    shape : str or None
+        Sizes in place of the model's own.
     checkpointing : str
         on, off or auto: whether blocks recompute, or the planner may choose for each.
     """
 
     preset: str | None
     config: Path | None
+    shape: str | None
     micro_batch: int | None
     sequence: int | None
     dtype: str
@@ -68,6 +71,7 @@ def build_model(
     dtype: str,
     checkpointing: str | None,
     tied: bool,
+    shape: str | None = None,
     **_: Any,
 ) -> Model:
     """A model from what a user writes.
@@ -81,9 +85,9 @@ def build_model(
         raise ToolError("--preset: give it, or --config, but not both")
     if config is None:
         find_preset(preset or DEFAULT)
-    if dtype not in _DTYPES:
-        raise ToolError(f"--dtype: {dtype!r} is not one of {', '.join(_DTYPES)}")
-    for name, value in (("--micro-batch", micro_batch), ("--sequence", sequence)):
+    if dtype not in DTYPES:
+        raise ToolError(f"--dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
+    for name, value in (("--micro-batch", micro_batch), ("--seq", sequence)):
         if value is not None and value < 1:
             raise ToolError(f"{name}: {value} is not 1 or more")
     if checkpointing not in (None, "on", "off", "auto"):
@@ -92,7 +96,9 @@ def build_model(
         checkpointing = "on"
         if config is None and not find_preset(preset or DEFAULT).checkpointing:
             checkpointing = "off"
-    return Model(preset, path(config, "--config"), micro_batch, sequence, _DTYPES[dtype], checkpointing, tied)
+    return Model(
+        preset, path(config, "--config"), shape, micro_batch, sequence, DTYPES[dtype], checkpointing, tied
+    )
 
 
 def build_host(

@@ -8,17 +8,18 @@ from typing import Any
 
 from memferry_allocator import format_size
 from memferry_rt.errors import PlanError
-from memferry_rt.plan import Plan, Planned, PlanOptions, find_bounds, load_plan, usage
+from memferry_rt.plan import Plan, Planned, PlanOptions, Workload, find_bounds, load_plan, usage
 from memferry_rt.plan.arms import ablation
 from memferry_rt.plan.planner import plan_as_offload, plan_by_hand
 
 from ..errors import ToolError
 from ..files import check_writable, write_json, write_whole
 from ..screen import Screen
+from ..train.presets import PRESETS
 from ..version import version
 from . import plot
 from .job import show_memory
-from .options import Host, Model, build_host, build_model, path, size
+from .options import DTYPES, Host, Model, build_host, build_model, path, size
 from .report import document
 from .show import format_seconds, show_bounds
 from .system import MEMFERRY, check_system, describe, show_system
@@ -46,7 +47,7 @@ class SimulateJob:
         device_memory = size(settings["device_memory"], "--device-memory")
         if plan is not None:
             device_memory = device_memory or plan.device_memory
-            settings = _with_batch(settings, plan)
+            settings = _as_planned(settings, plan)
             if settings["modes"]:
                 raise ToolError("--modes: the plan has them; give one of the two")
         check_system(settings)
@@ -101,7 +102,7 @@ def _planned(job: SimulateJob) -> Planned:
         return plan_as_offload(workload, job.options, machine, profile)
     if job.plan is None:
         return plan_by_hand(workload, job.options, machine, profile)
-    job.plan.check(workload)
+    _check(job.plan, workload)
     recomputed = [layer.recompute for layer in job.plan.layers]
     layers = tuple(
         replace(layer, recompute=None) if layer.recompute is not each else layer
@@ -160,7 +161,23 @@ def _load(file: str | None) -> Plan | None:
         raise ToolError(f"--plan: {error}") from None
 
 
-def _with_batch(settings: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """The plan's micro-batch and sequence, where none are given."""
-    own = {"micro_batch": plan.micro_batch, "sequence": plan.sequence}
+def _as_planned(settings: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """The plan's micro-batch and sequence, and its model if that is a preset, where none are given."""
+    own: dict[str, Any] = {"micro_batch": plan.micro_batch, "sequence": plan.sequence}
+    if plan.model in PRESETS and not any(settings[name] for name in ("config", "shape", "profile")):
+        own["preset"] = plan.model
     return {**settings, **{name: settings[name] or value for name, value in own.items()}}
+
+
+def _check(plan: Plan, workload: Workload) -> None:
+    """Refuse a plan for another model, and say with what options it would be for this one."""
+    try:
+        plan.check(workload)
+    except PlanError as error:
+        why, _, _ = str(error).rpartition("; ")
+        batch = f"--micro-batch {plan.micro_batch} --seq {plan.sequence}"
+        model = (
+            f"--preset {plan.model}" if plan.model in PRESETS else "the --config or --shape that it was made with"
+        )
+        dtype = next(short for short, long in DTYPES.items() if long == plan.dtype)
+        raise ToolError(f"--plan: {why}; give {model}, --dtype {dtype} and {batch}, or plan anew") from None

@@ -24,6 +24,7 @@ from memferry_transport.topology import load, machine, machine_names
 
 from ..errors import ToolError
 from ..train.presets import ModelShape, find_preset
+from ..train.shapes import find_model, name_of
 from .configs import read_config
 from .options import DEFAULT, Host, Model
 
@@ -33,7 +34,14 @@ _RECOMPUTE = {"on": True, "off": False, "auto": None}
 def dimensions(shape: ModelShape) -> Dimensions:
     """The sizes of a preset, as the planner takes them."""
     return Dimensions(
-        shape.hidden, shape.layers, shape.ffn, shape.heads, shape.vocabulary, fused=True, tied=shape.tied
+        shape.hidden,
+        shape.layers,
+        shape.ffn,
+        shape.heads,
+        shape.vocabulary,
+        kv_width=shape.kv_width,
+        fused=True,
+        tied=shape.tied,
     )
 
 
@@ -57,22 +65,22 @@ def find_workload(model: Model, profile: Profile | None = None) -> Workload:
         Its file cannot be used.
     """
     names: Names = TRAIN
-    if model.preset is None and model.config is None and profile is not None:
+    if model.preset is None and model.config is None and model.shape is None and profile is not None:
         return workload_from_profile(profile, "the profile's model")
-    if model.config is not None:
+    if model.config is not None and model.shape is None:
         size, names = read_config(model.config)
-        name = model.config.parent.name if model.config.name == "config.json" else model.config.stem
+        name = name_of(model.config)
     else:
-        name = model.preset or DEFAULT
-        size = dimensions(find_preset(name).shape)
+        name, found = find_model(model.preset or DEFAULT, model.config, model.shape)
+        size = dimensions(found.shape)
     if model.tied:
         size = replace(size, tied=True)
     batch = find_batch(model)
     if size.positions and batch.sequence > size.positions:
         if model.sequence is not None:
-            raise ToolError(f"--sequence: {model.sequence} is more than the {size.positions} positions of {name}")
+            raise ToolError(f"--seq: {model.sequence} is more than the {size.positions} positions of {name}")
         batch = replace(batch, sequence=size.positions)
-    return transformer(name or "model", size, batch, names)
+    return transformer(name, size, batch, names)
 
 
 def find_machine(host: Host) -> tuple[Machine, Profile | None]:

@@ -16,7 +16,6 @@ from ..screen import Screen
 from ..train.device import find_target
 from ..train.model import Decoder
 from ..train.options import DTYPES
-from ..train.presets import find_preset
 from ..version import version
 from .options import ProfileOptions
 
@@ -42,7 +41,7 @@ def run(options: ProfileOptions) -> int:
     screen.title(f"memferry {version()}: profile{', EMULATED' if profile.emulated else ''}")
     screen.rows(
         [
-            ("model", f"{options.preset}, {profile.micro_batch} x {profile.sequence} tokens, {profile.dtype}"),
+            ("model", f"{options.model}, {profile.micro_batch} x {profile.sequence} tokens, {profile.dtype}"),
             ("device", f"{profile.device}, torch {profile.torch}"),
             ("measured", _measured(layers, time.perf_counter() - began)),
         ]
@@ -59,7 +58,7 @@ def run(options: ProfileOptions) -> int:
 def _measure(options: ProfileOptions, emulated: bool, device: str, layers: list[str]) -> Profile:
     dtype = ("float32" if emulated else "bfloat16") if options.dtype == "auto" else DTYPES[options.dtype]
     with torch.device("meta"):
-        model = Decoder(find_preset(options.preset).shape, checkpointing=options.checkpointing)
+        model = Decoder(options.shape, checkpointing=options.checkpointing)
     tokens = torch.randint(model.shape.vocabulary, (options.micro_batch, options.sequence))
     try:
         return profile_model(

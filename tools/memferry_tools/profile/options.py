@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ToolError
-from ..train.options import DTYPES
-from ..train.presets import find_preset
+from ..train.options import DEFAULT, DTYPES
+from ..train.presets import ModelShape
+from ..train.shapes import find_model
 
 _DEVICE = re.compile(r"auto|emulated(:0)?|cuda(:\d+)?")
 
@@ -19,7 +20,9 @@ class ProfileOptions:
 
     Attributes
     ----------
-    preset : str
+    model : str
+        Its name.
+    shape : ModelShape
     micro_batch, sequence : int
     checkpointing : bool
     dtype : str
@@ -30,7 +33,8 @@ class ProfileOptions:
     json : Path, optional
     """
 
-    preset: str
+    model: str
+    shape: ModelShape
     micro_batch: int
     sequence: int
     checkpointing: bool
@@ -43,7 +47,9 @@ class ProfileOptions:
     def build(
         cls,
         *,
-        preset: str = "tiny",
+        preset: str | None = None,
+        config: str | None = None,
+        shape: str | None = None,
         micro_batch: int | None = None,
         sequence: int | None = None,
         checkpointing: bool | None = None,
@@ -59,18 +65,23 @@ class ProfileOptions:
         ToolError
             Something that makes no sense; the message begins with the option's name.
         """
-        known = find_preset(preset)
+        if preset is not None and config is not None:
+            raise ToolError("--preset: give it, or --config, but not both")
+        if config == "":
+            raise ToolError("--config: the name is empty; leave the option out, or name a file")
+        model, known = find_model(preset or DEFAULT, None if config is None else Path(config), shape)
         if _DEVICE.fullmatch(device) is None:
             raise ToolError(f"--device: {device!r} is none; write auto, cuda:0 or emulated")
         if dtype not in ("auto", *DTYPES):
             raise ToolError(f"--dtype: {dtype!r} is not known; write auto, {' or '.join(DTYPES)}")
-        for name, given in (("--micro-batch", micro_batch), ("--sequence", sequence)):
+        for name, given in (("--micro-batch", micro_batch), ("--seq", sequence)):
             if given is not None and given < 1:
                 raise ToolError(f"{name}: {given} is less than 1, the smallest that makes sense")
         if json == "":
             raise ToolError("--json: the name is empty; leave the option out, or name a file")
         return cls(
-            preset,
+            model,
+            known.shape,
             micro_batch or known.micro_batch,
             sequence or known.seq,
             known.checkpointing if checkpointing is None else checkpointing,

@@ -27,14 +27,14 @@ class Identity:
     content: dict[str, Any]
 
     @classmethod
-    def of(cls, preset: str, recipe: Recipe, tokens: Tokens) -> Identity:
+    def of(cls, model: str, recipe: Recipe, tokens: Tokens) -> Identity:
         settings = dataclasses.asdict(recipe)
         del settings["steps"]
         settings["accumulate"] *= settings.pop("ranks")  # whoever sees them: the batch of a step is the same
         shape = settings.pop("shape")
         checksum = zlib.crc32(np.ascontiguousarray(tokens.ids).data)
         text = {"tokens in the data": len(tokens.ids), "checksum of the data": checksum}
-        return cls({"preset": preset, **shape, **settings, **text})
+        return cls({"preset": model, **shape, **settings, **text})
 
     def extra(self, step: int) -> dict[str, Any]:
         """What a checkpoint after `step` steps keeps beside the state."""

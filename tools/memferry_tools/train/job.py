@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
-from memferry_rt import PlanError, Report
-from memferry_rt.plan import Plan, load_plan
+from memferry_rt import Report
 
 from ..errors import ToolError
 from ..screen import Screen
@@ -43,7 +41,7 @@ def run(options: TrainOptions) -> int:
     check_savable(options.save, options.resume)
     device = device_of(options.device, helped=bool(options.helpers))
     try:
-        with deterministic_kernels() if options.verify else nullcontext():
+        with deterministic_kernels() if options.deterministic else nullcontext():
             return _run(options, device)
     except RuntimeError as error:
         if is_host_out_of_memory(error):
@@ -65,7 +63,7 @@ def _run_among(workers: Workers, options: TrainOptions, target: Target) -> int:
     recipe = options.settle(emulated=target.emulated, vocabulary=tokens.vocabulary)
     recipe = replace(recipe, ranks=workers.size)
     batches = Batches(tokens, recipe, workers.rank)
-    identity = Identity.of(options.preset, recipe, tokens)
+    identity = Identity.of(options.model, recipe, tokens)
     if saved is not None:
         saved.check(identity, recipe.steps)
     screen = Screen(quiet=not workers.first)
@@ -103,38 +101,28 @@ def _train(
         device_memory=options.device_memory,
         host_memory=options.host_memory,
         pool_memory=options.pool_memory,
-        plan=_plan(options, recipe),
+        plan=options.plan or options.mode,
         async_step=options.async_step,
         workers=workers,
         helpers=helpers_of(options.helpers),
     )
     with OffloadedTraining(recipe, batches, placement, options.resume) as training:
 
+        def due(step: int) -> bool:
+            between = options.save_every is not None and step % options.save_every == 0
+            return options.save is not None and (step == recipe.steps or between)
+
         def save(step: int) -> None:
-            due = step == recipe.steps or (options.save_every is not None and step % options.save_every == 0)
-            if options.save is not None and due:
-                training.save(options.save, identity.extra(step))
+            assert options.save is not None
+            training.save(options.save, identity.extra(step))
 
         screen.rows(placement_rows(training.report(), recipe))
         with screen.progress("training", recipe.steps - first) as show:
             shown = _shown(show, recipe)
-            run = run_steps(training, recipe, shown, keep_parameters=options.verify, first=first, save=save)
+            run = run_steps(
+                training, recipe, shown, keep_parameters=options.verify, first=first, save=save, due=due
+            )
         return run, training.report()
-
-
-def _plan(options: TrainOptions, recipe: Recipe) -> Plan | str | None:
-    if not isinstance(options.plan, Path):
-        return options.plan or options.mode
-    try:
-        plan = load_plan(options.plan)
-    except PlanError as error:
-        raise ToolError(f"--plan: {error}") from None
-    if (plan.micro_batch, plan.sequence) != (recipe.micro_batch, recipe.seq):
-        raise ToolError(
-            f"--plan: it is for micro-batches of {plan.micro_batch} x {plan.sequence} tokens, and these have "
-            f"{recipe.micro_batch} x {recipe.seq}; give --micro-batch and --seq as the plan has them, or plan anew"
-        )
-    return plan
 
 
 def _verify(run: Run, recipe: Recipe, batches: Batches, target: Target, screen: Screen, first: int) -> Comparison:

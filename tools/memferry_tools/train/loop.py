@@ -82,6 +82,9 @@ class Training(Protocol):
     def step(self, number: int) -> StepResult:
         """Make a step and wait for its losses; what is left of its update shows in the time of the next."""
 
+    def finish(self) -> None:
+        """Wait for what is left of the last step's update."""
+
     def parameters(self) -> dict[str, torch.Tensor]:
         """Copies of the fp32 parameters by name, on the CPU."""
 
@@ -94,6 +97,7 @@ def run_steps(
     keep_parameters: bool,
     first: int = 0,
     save: Callable[[int], None] = lambda step: None,
+    due: Callable[[int], bool] = lambda step: False,
 ) -> Run:
     """The steps of a recipe.
 
@@ -108,13 +112,17 @@ def run_steps(
     first : int
         Steps that have been made before.
     save : callable
-        Called between steps, with the number of those made; not in the times.
+        Called between steps, with the number of those made, where it is due; not in the times.
+    due : callable
+        Whether it is, after so many steps.  Then the step's update is waited for, in the time of the step.
     """
     samples: list[Sample] = []
     losses: list[float] = []
     before = time.perf_counter()
     for number in range(first, recipe.steps):
         result = training.step(number)
+        if due(number + 1):
+            training.finish()
         now = time.perf_counter()
         seconds, before = now - before, now
         sample = Sample(
@@ -129,7 +137,8 @@ def run_steps(
         losses += result.losses
         samples.append(sample)
         show(sample)
-        save(number + 1)
+        if due(number + 1):
+            save(number + 1)
         before = time.perf_counter()
     return Run(samples, losses, training.parameters() if keep_parameters else {})
 

@@ -22,15 +22,26 @@ class Attention(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.heads = shape.heads
-        self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden, bias=False)
+        self.kv_heads = shape.kv_heads or shape.heads
+        self.qkv = nn.Linear(shape.hidden, shape.hidden + 2 * shape.kv_width, bias=False)
         self.out = nn.Linear(shape.hidden, shape.hidden, bias=False)
 
     def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         batch, seq, hidden = x.shape
-        q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, hidden // self.heads).transpose(1, 3).unbind(2)
+        q, k, v = self._heads(self.qkv(x))
         mixed = F.scaled_dot_product_attention(_rotate(q, rotation), _rotate(k, rotation), v, is_causal=True)
         joined: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, hidden))
         return joined
+
+    def _heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values, each of shape (batch, heads, seq, size)."""
+        batch, seq, _ = qkv.shape
+        if self.kv_heads == self.heads:
+            return qkv.view(batch, seq, 3, self.heads, -1).transpose(1, 3).unbind(2)
+        parts = [self.heads, self.kv_heads, self.kv_heads]
+        q, k, v = qkv.view(batch, seq, sum(parts), -1).transpose(1, 2).split(parts, dim=1)
+        times = self.heads // self.kv_heads
+        return q, k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1)
 
 
 class FeedForward(nn.Module):

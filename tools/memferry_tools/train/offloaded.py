@@ -118,6 +118,10 @@ class OffloadedTraining:
         before, self._helped = self._helped, report.helper_nbytes
         return StepResult(values, report.grad_norm, report.device_peak, self._helped - before)
 
+    def finish(self) -> None:
+        """See `Training`."""
+        self._runtime.updates.wait_all()
+
     def parameters(self) -> dict[str, torch.Tensor]:
         """See `Training`."""
         return {name: value.clone() for name, value in self._runtime.master_parameters().items()}

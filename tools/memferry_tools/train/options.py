@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Literal
 
 from memferry_allocator import parse_size
+from memferry_rt.errors import PlanError
+from memferry_rt.plan import Plan, load_plan
 
 from ..errors import ToolError
-from .presets import find_preset
 from .recipe import Recipe
+from .shapes import find_model
 
+DEFAULT = "tiny"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _DEVICES = re.compile(r"\d{1,9}(,\d{1,9})*")
 _DEVICE = re.compile(r"auto|cuda(:\d+)?|emulated(:\d+)?")
@@ -25,8 +28,8 @@ class TrainOptions:
 
     Attributes
     ----------
-    preset : str
-        Name of the model.
+    model : str
+        Its name.
     recipe : Recipe
         What is trained, as far as the options decide it: `settle` has the rest.
     dtype : str
@@ -37,9 +40,10 @@ class TrainOptions:
     device_memory, host_memory, pool_memory : int or None
     mode : str or None
         Modes of layers, as `memferry_rt.offload` reads them.
-    plan : Path or "auto" or None
-        File of a plan.
-    async_step, verify : bool
+    plan : Plan or "auto" or None
+    plan_file : Path or None
+        Where it is from.
+    async_step, deterministic, verify : bool
     save, resume : Path or None
         Folders of checkpoints.
     save_every : int or None
@@ -48,7 +52,7 @@ class TrainOptions:
         Devices that lend their links, for all processes of this host together.
     """
 
-    preset: str
+    model: str
     recipe: Recipe
     dtype: str
     data: Path | None
@@ -58,8 +62,10 @@ class TrainOptions:
     host_memory: int | None
     pool_memory: int | None
     mode: str | None
-    plan: Path | str | None
+    plan: Plan | str | None
+    plan_file: Path | None
     async_step: bool
+    deterministic: bool
     verify: bool
     save: Path | None
     save_every: int | None
@@ -71,7 +77,9 @@ class TrainOptions:
     def build(
         cls,
         *,
-        preset: str = "tiny",
+        preset: str | None = None,
+        config: str | None = None,
+        shape: str | None = None,
         tied: bool = False,
         data: str | None = None,
         tokenizer: str | None = None,
@@ -93,6 +101,7 @@ class TrainOptions:
         checkpointing: bool | None = None,
         async_step: bool = True,
         seed: int = 0,
+        deterministic: bool = False,
         verify: bool = False,
         save: str | None = None,
         save_every: int | None = None,
@@ -108,7 +117,9 @@ class TrainOptions:
         ToolError, InvalidRequestError
             Something that makes no sense; the message begins with the option's name.
         """
-        known = find_preset(preset)
+        if preset is not None and config is not None:
+            raise ToolError("--preset: give it, or --config, but not both")
+        model, known = find_model(preset or DEFAULT, _path(config, "--config"), shape)
         if _DEVICE.fullmatch(device) is None:
             raise ToolError(f"--device: {device!r} is none; write auto, cuda:0 or emulated")
         if dtype not in ("auto", *DTYPES):
@@ -120,7 +131,7 @@ class TrainOptions:
         if plan is not None and mode is not None:
             raise ToolError("--plan: it has the modes of all layers; leave --mode out, or plan with --modes")
         recipe = Recipe(
-            shape=replace(known.shape, tied=tied),
+            shape=replace(known.shape, tied=tied or known.shape.tied),
             checkpointing=known.checkpointing if checkpointing is None else checkpointing,
             dtype=DTYPES.get(dtype, "float32"),
             micro_batch=_at_least(1, micro_batch, known.micro_batch, "--micro-batch"),
@@ -134,8 +145,9 @@ class TrainOptions:
             accumulate_dtype=DTYPES.get(accumulate_dtype),
             adapters=None if adapters is None else _at_least(1, adapters, 1, "--adapters"),
         )
+        file = None if plan == "auto" else _path(plan, "--plan")
         return cls(
-            preset=preset,
+            model=model,
             recipe=recipe,
             dtype=dtype,
             data=_path(data, "--data"),
@@ -145,8 +157,10 @@ class TrainOptions:
             host_memory=_size(host_memory, "--host-memory"),
             pool_memory=_size(pool_memory, "--pool-memory"),
             mode=mode,
-            plan=plan if plan == "auto" else _path(plan, "--plan"),
+            plan=plan if file is None else _plan(file, recipe),
+            plan_file=file,
             async_step=async_step,
+            deterministic=deterministic or verify,
             verify=verify,
             save=_path(save, "--save"),
             save_every=None if save_every is None else _at_least(1, save_every, 1, "--save-every"),
@@ -169,6 +183,20 @@ class TrainOptions:
         dtype = ("float32" if emulated else "bfloat16") if self.dtype == "auto" else recipe.dtype
         shape = replace(recipe.shape, vocabulary=max(recipe.shape.vocabulary, vocabulary))
         return replace(recipe, dtype=dtype, shape=shape)
+
+
+def _plan(file: Path, recipe: Recipe) -> Plan:
+    """The plan in a file, for these micro-batches."""
+    try:
+        plan = load_plan(file)
+    except PlanError as error:
+        raise ToolError(f"--plan: {error}") from None
+    if (plan.micro_batch, plan.sequence) != (recipe.micro_batch, recipe.seq):
+        raise ToolError(
+            f"--plan: it is for micro-batches of {plan.micro_batch} x {plan.sequence} tokens, and these have "
+            f"{recipe.micro_batch} x {recipe.seq}; give --micro-batch and --seq as the plan has them, or plan anew"
+        )
+    return plan
 
 
 def _size(text: str | None, name: str) -> int | None:

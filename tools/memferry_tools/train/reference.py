@@ -57,6 +57,9 @@ class PlainTraining:
         self._sums.clear()
         return StepResult(losses.tolist(), norm, None)
 
+    def finish(self) -> None:
+        """See `Training`: a step leaves nothing."""
+
     def parameters(self) -> dict[str, torch.Tensor]:
         """See `Training`.  Not copies: the training is over."""
         return {name: master.detach() for name, master in self._masters.items()}

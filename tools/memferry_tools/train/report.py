@@ -24,7 +24,7 @@ def plan_rows(options: TrainOptions, recipe: Recipe, tokens: Tokens, target: Tar
     return [
         (
             "model",
-            f"{options.preset}: {shape.parameters:,} parameters; {shape.layers} blocks, hidden {shape.hidden}, "
+            f"{options.model}: {shape.parameters:,} parameters; {shape.layers} blocks, hidden {shape.hidden}, "
             f"feed-forward {shape.ffn}, {shape.heads} heads, vocabulary {shape.vocabulary}, {tying}",
         ),
         *_adapter_rows(recipe),

@@ -1,0 +1,1 @@
+"""What each of the scheduler's ideas gains."""

@@ -1,0 +1,1 @@
+"""Several GPUs of one host: links, whole iterations, and what the simulator says of them."""
