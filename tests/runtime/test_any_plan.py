@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memferry_rt.adapters.torch import native_adam, runtime
+from memferry_rt.adapters.torch import native_adam, set_up
 from memferry_rt.updates import UpdateQueue
 
 from .harness import Job, Result, assert_same, offloaded, plain
@@ -64,7 +64,7 @@ def test_any_plan(run: str, accumulate: int, half: bool, workers: int, feeder: b
         return UpdateQueue(workers, **{**options, "feeder": feeder})
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(runtime, "UpdateQueue", queue)
+        patched.setattr(set_up, "UpdateQueue", queue)
         got = offloaded(_job(run, accumulate, half), **plan)
     assert_same(_expected(run, accumulate, half), got)
 
@@ -73,7 +73,7 @@ def test_any_plan(run: str, accumulate: int, half: bool, workers: int, feeder: b
 @pytest.mark.parametrize("workers", [1, 2, 5])
 @pytest.mark.parametrize("native", [True, False])
 def test_any_number_of_workers(workers: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "UpdateQueue", lambda **options: UpdateQueue(workers, **options))
+    monkeypatch.setattr(set_up, "UpdateQueue", lambda **options: UpdateQueue(workers, **options))
     if not native:
         monkeypatch.setattr(native_adam, "load_adam", lambda: None)
     native_adam.trusted_kernel.cache_clear()

@@ -63,7 +63,7 @@ def test_a_failing_call_leaves_the_plan_before(
     fault = Fault(make)
     fault.hit(monkeypatch, owner, call)
     before, failed = told(twins), 0
-    for after in [*range(12), *range(12, 600, 3)]:
+    for after in [*range(12), *range(12, 600, 7)]:
         fault.arm(after)
         try:
             memferry_rt.set_plan(twins.model, second)
