@@ -126,7 +126,7 @@ def _helpers(helpers: Any) -> Literal["auto"] | tuple[int, ...]:
     if isinstance(helpers, str):
         if helpers == "auto":
             return "auto"
-    elif isinstance(helpers, Sequence):
+    elif isinstance(helpers, Sequence) and not isinstance(helpers, bytes):
         found = tuple(helpers)
         if all(isinstance(device, int) and not isinstance(device, bool) and device >= 0 for device in found):
             if len(set(found)) < len(found):

@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 import pytest
 from hypothesis import HealthCheck, settings
 
-from memferry_allocator import DriverNotFoundError, open_driver, register_driver
+from memferry_allocator import DriverNotFoundError, InvalidRequestError, open_driver, register_driver
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for programs that tests start: waiting threads spin
 
@@ -41,7 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "may_refuse: what the driver under test may refuse is skipped")
     name, _, place = (config.getoption("--driver") or "").partition("=")
     if place:
-        register_driver(name, resolve_name(place))
+        try:
+            register_driver(name, resolve_name(place))
+        except (ImportError, AttributeError, ValueError, InvalidRequestError) as error:
+            raise pytest.UsageError(f"--driver: {error}") from None
 
 
 def pytest_collection_finish() -> None:

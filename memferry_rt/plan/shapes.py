@@ -69,6 +69,11 @@ class Batch:
         return self.tokens * width * ITEMSIZE[self.dtype]
 
 
+def most(name: str) -> int:
+    """What a size may be at most; beyond it nothing ends in time, or numbers of bytes overflow."""
+    return 4096 if name == "layers" else 1 << 24
+
+
 @dataclass(frozen=True)
 class Dimensions:
     """Sizes of a transformer.
@@ -112,6 +117,9 @@ class Dimensions:
         for name in ("hidden", "layers", "ffn", "heads", "vocabulary"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}: {getattr(self, name)} is not 1 or more")
+        for name in ("hidden", "layers", "ffn", "heads", "vocabulary", "kv_width", "positions", "types"):
+            if getattr(self, name) > most(name):
+                raise PlanError(f"{name}: {getattr(self, name)} is more than {most(name)}, and no model's")
 
     @property
     def block_shapes(self) -> tuple[Shape, ...]:

@@ -155,3 +155,22 @@ def test_the_contract_holds_for_a_driver_from_elsewhere() -> None:
     assert " failed" not in said.splitlines()[-1]
     assert " passed" in said.splitlines()[-1]
     assert _contract("unwilling=tests.allocator.other_driver:open_unwilling", "-k", "test_free").count("FAILED")
+
+
+def test_the_driver_of_the_documentation_opens_anew_when_it_is_closed() -> None:
+    page = (ROOT / "docs" / "new-accelerator.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(page.split("```py\n")[1].split("```")[0], names)
+    assert names["ordinal"] == 1
+    names["driver"].close()
+    again, _ = open_device("npu:1")
+    assert again is not names["driver"]
+    assert again.device_count == 2
+    again.close()
+
+
+def test_a_driver_that_cannot_be_imported_is_one_line() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/allocator/test_given_driver.py"]
+    done = subprocess.run([*command, "--driver", "npu=nowhere:open"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 4
+    assert "ERROR: --driver: No module named 'nowhere'" in done.stderr

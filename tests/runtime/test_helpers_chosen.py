@@ -42,7 +42,14 @@ def test_a_device_is_helped_by_those_that_it_reaches() -> None:
     assert share_out([0, 1], [0, 0]) == [(), ()]  # two that train on one device
 
 
-ASKED: dict[str, Any] = {"text": "all", "a number": 1, "a bool": [True], "below 0": [-1], "twice": [1, 1]}
+ASKED: dict[str, Any] = {
+    "text": "all",
+    "bytes": b"auto",
+    "a number": 1,
+    "a bool": [True],
+    "below 0": [-1],
+    "twice": [1, 1],
+}
 
 
 @pytest.mark.parametrize("helpers", ASKED.values(), ids=ASKED)

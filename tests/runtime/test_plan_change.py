@@ -10,16 +10,19 @@ import pytest
 import torch
 
 import memferry_rt
-from memferry_allocator import DevicePool, EmulatedDriver, OutOfMemory
+from memferry_allocator import DevicePool, DriverError, EmulatedDriver, OutOfMemory
 from memferry_rt import OffloadError
 from memferry_rt.adapters.torch.gradient_homes import GradientHomes
 from memferry_rt.adapters.torch.tensors import TensorFactory
 from memferry_rt.adapters.torch.weight_panels import WeightPanels
 
 from .faults import Fault, FaultError
+from .helped import machine, small_slices
 from .models import next_token_loss
 from .test_plan_in_runtime import ALL, _changed, _plan
 from .twins import Twins
+
+__all__ = ["small_slices"]
 
 
 def told(twins: Twins) -> tuple[Any, ...]:
@@ -128,3 +131,21 @@ def test_if_nothing_works_the_model_can_be_restored(twins: Twins, opening: Fault
     twins.step()
     for one, other in zip(twins.plain.parameters(), twins.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_what_helpers_still_copy_is_waited_for(monkeypatch: pytest.MonkeyPatch, small_slices: None) -> None:
+    """No event tells of it, if none can be recorded: neither behind a transfer nor behind what is left of it."""
+    fault = Fault(lambda: DriverError("CUDA_ERROR_UNKNOWN", "event", "a fault"))
+    plan = {"embedding": "resident", "blocks.0": "dha_then_load", "blocks.2": "ring", "head": "dha"}
+    fault.hit(monkeypatch, EmulatedDriver, "event_record")
+    for after in range(3, 8):
+        twins = Twins(helpers=[1], device_memory=118_400, emulated=machine())
+        fault.arm(after, times=3)
+        with pytest.raises((DriverError, OffloadError)) as caught:
+            memferry_rt.set_plan(twins.model, plan)
+        assert fault.disarm()
+        assert "RaceError" not in str(caught.value)
+        memferry_rt.restore(twins.model)
+        twins.step()
+        for one, other in zip(twins.plain.parameters(), twins.model.parameters(), strict=True):
+            assert torch.equal(one, other)

@@ -99,7 +99,9 @@ def test_a_run_goes_on_from_its_checkpoint_and_not_from_another(train: Command, 
     assert "has adapters 2, and this one 3" in other.err
 
 
-def test_a_rank_below_one_is_refused(train: Command) -> None:
-    outcome = train("--adapters", "0")
+@pytest.mark.parametrize(("rank", "part"), [("0", "0 is less than 1"), (f"{10**20}", "the model's hidden size")])
+def test_a_rank_that_makes_no_sense_is_refused(train: Command, rank: str, part: str) -> None:
+    outcome = train("--adapters", rank)
     assert outcome.status == 2
-    assert "--adapters: 0 is less than 1" in outcome.err
+    assert outcome.err.startswith("memferry: error: --adapters: ")
+    assert part in outcome.err

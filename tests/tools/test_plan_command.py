@@ -282,6 +282,7 @@ MISTAKES: list[tuple[tuple[str, ...], list[str]]] = [
     (("plan", "--compare", "/nowhere.json", "/nowhere.json"), ["--compare", "/nowhere.json cannot be read"]),
     (("simulate", "--preset", "llama-1b"), ["--device-memory: give the budget", "--plan"]),
     (("simulate", "--plan", "/nowhere.json"), ["--plan", "/nowhere.json cannot be read"]),
+    (("simulate", "--plan", ""), ["--plan: the name is empty"]),
     (("simulate", *LLAMA, "--auto", "--modes", "head=dha"), ["--auto", "leave --plan, --modes"]),
     (("simulate", *LLAMA, "--ablation", "--modes", "head=dha"), ["--ablation", "leave --plan and --modes out"]),
     (("simulate", *LLAMA, "--ablation", "--plot", "x.png"), ["--plot: it draws one iteration"]),

@@ -63,6 +63,8 @@ def test_sizes_go_over_those_of_a_preset_or_a_config(config: Path) -> None:
         ("layers=many", "'layers=many' is no size"),
         ("depth=3", "there are hidden, layers, ffn, heads, vocabulary, kv_heads"),
         ("layers=0", "layers: 0 is less than 1"),
+        ("layers=99999999999", "layers: 99999999999 is more than 4096"),
+        ("ffn=99999999999", "ffn: 99999999999 is more than 16777216"),
         ("heads=7", "heads: 7 do not cut"),
         ("hidden=6,heads=6", "even width"),
         ("kv_heads=4", "kv_heads: 4 do not divide 6"),
@@ -81,6 +83,7 @@ def test_sizes_that_make_no_model_are_refused(shape: str, part: str) -> None:
         ({"model_type": "bert"}, "not like Llama"),
         ({"num_key_value_heads": 3}, "kv_heads: 3 do not divide 4"),
         ({"vocab_size": None}, "vocab_size"),
+        ({"num_hidden_layers": 10**12}, "layers: 1000000000000 is more than 4096"),
     ],
 )
 def test_a_config_of_another_kind_is_refused(config: Path, changed: dict[str, Any], part: str) -> None:
@@ -189,6 +192,13 @@ def test_a_config_is_trained_to_the_bit_on_a_device(memferry: Command, config: P
         "train", *options, "--device", "cuda:0", "--device-memory", "256MiB", "--steps", "3", "--verify"
     )
     assert done.status == 0, done.out + done.err
+
+
+def test_for_ranks_the_command_starts_them(memferry: Command) -> None:
+    budgets = ("--device-memory", "100MiB", "--host-memory", "40MiB")
+    outcome = memferry("plan", "--largest", "--shape", "vocabulary=256", *budgets, *BATCH, "--ranks", "2")
+    assert outcome.status == 0, outcome.err
+    assert "  train      torchrun --nproc-per-node 2 -m memferry_tools train --shape " in outcome.out
 
 
 def test_the_command_needs_no_file(memferry: Command) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import numpy as np
@@ -287,6 +289,37 @@ def test_of_each_device_only_its_own_memory_is_asked() -> None:
     driver.arm()
     assert arrives(driver, [1, 0], on=1)
     driver.close()
+
+
+@pytest.mark.parametrize("kind", [FaultKind.FAIL, FaultKind.VANISH])
+def test_a_helper_that_fails_keeps_nothing_alive_that_callers_have(kind: FaultKind) -> None:
+    fleet = Faulty(3)
+
+    def move() -> weakref.ref[Clock]:
+        local = Clock()
+        fleet.move(IN).synchronize()
+        return weakref.ref(local)
+
+    gc.disable()
+    try:
+        fleet.driver.arm(Fault(kind, first=4, on=1))
+        assert move()() is None
+    finally:
+        gc.enable()
+    fleet.engine.close()
+
+
+def test_a_device_that_is_lost_while_it_is_looked_at_leaves_nothing() -> None:
+    for after in range(1, 7):
+        driver = Losing(EmulatedOptions(device_count=2))
+        driver.after, free = after, driver.memory_info(0).free
+        if after < 6:  # the last of its copies is the fifth
+            with pytest.raises(DeviceLostError):
+                arrives(driver, [1, 0], on=1)
+        else:
+            assert arrives(driver, [1, 0], on=1)
+        assert (driver.registered, driver.memory_info(0).free) == (0, free)
+        driver.close()
 
 
 @pytest.mark.parametrize("direction", Direction)

@@ -136,7 +136,7 @@ class Run:
 
         Of a device that is lost nothing can be relied on, not even what was submitted before.
         """
-        self.error = error
+        self.error = _without_frames(error)
         left = list(self.todo)
         self.todo.clear()
         if isinstance(error, DeviceLostError):
@@ -159,7 +159,7 @@ class Run:
         try:
             self.end()
         except DeviceLostError as error:
-            self.error = error
+            self.error = _without_frames(error)
 
     def share(self) -> PathShare:
         return PathShare(
@@ -171,3 +171,9 @@ class Run:
             self._started,
             self.end(),
         )
+
+
+def _without_frames(error: DriverError) -> DriverError:
+    """The error alone: the frames it has come through hold what callers have in variables, such as tensors."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

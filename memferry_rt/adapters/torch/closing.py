@@ -32,6 +32,7 @@ def close(runtime: Runtime) -> None:
             last_to_first.callback(_gather_state, runtime, runtime.whole)
         last_to_first.callback(_hand_back, runtime)
         last_to_first.callback(runtime.drop_device_copies)
+        last_to_first.callback(runtime.drain)
         last_to_first.callback(runtime.guards.detach)
         last_to_first.callback(runtime.gradients.detach)
         last_to_first.callback(runtime.dispatch.restore)

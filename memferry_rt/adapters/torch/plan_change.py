@@ -114,7 +114,7 @@ class PlanChange:
     def _enforce(self, wanted: InForce) -> None:
         """Bring everything home and begin anew, from whatever a failure has left."""
         runtime = self._runtime
-        runtime.driver.synchronize(runtime.device)  # of copies, too, whose event a failure has kept from us
+        runtime.drain()
         runtime.drop_device_copies()
         for layer, plan in zip(runtime.layers, wanted.plans, strict=True):
             layer.plan = plan

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from memferry_allocator import Driver, HostArena, Stream
+from memferry_allocator import DeviceLostError, Driver, HostArena, Stream
 
 from ...device_update import DeviceUpdate
 from ...errors import OffloadError
@@ -364,6 +364,13 @@ class Runtime:
         self.step_updates.refuse_aliases(self.layers)
         self.step_updates.forget_early()
         self.gradients.end_use()
+
+    def drain(self) -> None:
+        """Wait for the device and its helpers: for copies, too, whose event a failure has kept from us."""
+        self.driver.synchronize(self.device)
+        for helper in self.help.helpers:
+            with contextlib.suppress(DeviceLostError):  # its copies will never run
+                self.driver.synchronize(helper)
 
     def drop_device_copies(self) -> None:
         """Bring everything home that is newer on the device, and give its memory back to the pool."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from memferry_rt.errors import PlanError
 from memferry_rt.plan import Dimensions, Names
 from memferry_rt.plan.shapes import TRAIN
 
@@ -46,7 +47,10 @@ def read_config(path: Path) -> tuple[Dimensions, Names]:
             f"--config: {path}: model_type {family!r} is not known; known are {', '.join(_FAMILIES)}; for another "
             "model give a --preset of its size"
         )
-    return _FAMILIES[family](_Config(document, path))
+    try:
+        return _FAMILIES[family](_Config(document, path))
+    except PlanError as error:
+        raise ToolError(f"--config: {path}: {error}") from None
 
 
 def llama_config(size: Dimensions) -> dict[str, Any]:

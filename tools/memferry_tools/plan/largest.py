@@ -34,11 +34,14 @@ def vocabulary_of(shape: str) -> int:
 
 
 def train_command(largest: Largest, device_memory: int, host_memory: int, config: Path | None) -> str:
-    """What trains it within both budgets, for some steps."""
+    """What trains it within both budgets, for some steps, on as many devices as were planned for."""
     plan = largest.planned.plan
+    command = ["memferry"]
+    if plan.ranks > 1:
+        command = ["torchrun", "--nproc-per-node", str(plan.ranks), "-m", "memferry_tools"]
     sizes = ["--shape", shape_text(largest.size)] if config is None else ["--config", str(config)]
     recomputed = any(layer.recompute for layer in plan.layers if layer.kind is LayerKind.BLOCK)
-    words = ["memferry", "train", *sizes]
+    words = [*command, "train", *sizes]
     words += ["--dtype", "fp32" if plan.dtype == "float32" else "bf16"]
     words += ["--micro-batch", str(plan.micro_batch), "--seq", str(plan.sequence)]
     words += ["--checkpointing" if recomputed else "--no-checkpointing"]

@@ -155,8 +155,9 @@ def _show_arms(job: SimulateJob, screen: Screen) -> int:
 
 
 def _load(file: str | None) -> Plan | None:
+    named = path(file, "--plan")
     try:
-        return None if file is None else load_plan(file)
+        return None if named is None else load_plan(named)
     except PlanError as error:
         raise ToolError(f"--plan: {error}") from None
 

@@ -130,6 +130,8 @@ class TrainOptions:
             raise ToolError("--save-every: there is no --save DIR to save to")
         if plan is not None and mode is not None:
             raise ToolError("--plan: it has the modes of all layers; leave --mode out, or plan with --modes")
+        if adapters is not None and adapters > known.shape.hidden:
+            raise ToolError(f"--adapters: {adapters} is more than {known.shape.hidden}, the model's hidden size")
         recipe = Recipe(
             shape=replace(known.shape, tied=tied or known.shape.tied),
             checkpointing=known.checkpointing if checkpointing is None else checkpointing,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memferry_rt.plan import Dimensions
+from memferry_rt.plan.shapes import most
 
 from ..errors import ToolError
 from ..plan.configs import read_config
@@ -87,6 +88,8 @@ def check_shape(shape: ModelShape, option: str) -> None:
         value = getattr(shape, name)
         if value is not None and value < 1:
             raise ToolError(f"{option}: {name}: {value} is less than 1")
+        if value is not None and value > most(name):
+            raise ToolError(f"{option}: {name}: {value} is more than {most(name)}, and no model's")
     if shape.hidden % (2 * shape.heads):
         raise ToolError(
             f"{option}: heads: {shape.heads} do not cut a hidden size of {shape.hidden} into even widths"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 
@@ -29,21 +30,18 @@ def arrives(driver: Driver, stops: Sequence[int], *, on: int, kernel: Direction 
     kernel : Direction, optional
         The hop from, or to, the host that a kernel of `on` makes instead.
     """
-    arena, streams = HostArena(driver, 2 * PATTERN_BYTES), {}
-    taken: list[tuple[int, int]] = []
-    try:
-        for device in (*stops, on):
-            if device not in streams:
-                streams[device] = driver.create_stream(device)
+    with contextlib.ExitStack() as last_to_first:  # all is given back, even if a device is lost meanwhile
+        arena = HostArena(driver, 2 * PATTERN_BYTES)
+        last_to_first.callback(arena.close)
+        taken: list[tuple[int, int]] = []
         for device in stops:
             taken.append((device, driver.malloc(device, PATTERN_BYTES)))
+            last_to_first.callback(driver.free, *taken[-1])
+        streams: dict[int, Stream] = {}
+        for device in dict.fromkeys((*stops, on)):
+            streams[device] = driver.create_stream(device)
+            last_to_first.callback(streams[device].close)
         return _compare(driver, arena, taken, streams, on, kernel)
-    finally:
-        for stream in streams.values():
-            stream.close()
-        for device, ptr in taken:
-            driver.free(device, ptr)
-        arena.close()
 
 
 def _compare(
