@@ -136,8 +136,11 @@ class GradientFlow(GradientHomes):
         self._accumulations.clear()
 
     # -- during backward --------------------------------------------------------------------------------
-    def in_backward(self) -> None:
-        """Weights are used, perhaps by a backward."""
+    def forward_begins(self) -> None:
+        """A forward of the whole model begins."""
+
+    def used(self, layer: LayerState) -> None:
+        """A layer's weights are used, perhaps by a backward."""
 
     @torch.no_grad()
     def _arrive(self, slot: GradientSlot) -> None:

@@ -160,12 +160,12 @@ class Runtime:
         self.scopes = ForwardScopes(
             load=self.loading.load,
             unpin=self.loading.unpin,
-            settle=self.settle_home,
+            settle=self.loading.settle_in_place,
             changed=self.writes.changed,
             saved=self.saved,
         )
         self.guards = ModelGuards(self.synchronize, self.writes.loaded)
-        self.scopes.attach_root(model)
+        self.scopes.attach_root(model, self.gradients.forward_begins)
         for owner in find_owners(model):
             attach = self.scopes.attach_in_place if owner.in_place else self.scopes.attach
             attach(owner.module, scope_of(owner.module, owner.parameters, self.home))
