@@ -98,6 +98,20 @@ def test_a_wait_left_out_is_noticed(wait: str, kept: bool) -> None:
     assert same is kept
 
 
+def _late_filling(group: Any, job: Job) -> Result:
+    if dist.get_rank(group) == 0:
+        _delay(runtime_module, "move_in", lambda: 0.3)
+    return train(group, job)
+
+
+def test_layers_that_are_loaded_in_advance_have_the_first_weights() -> None:
+    job = replace(JOB, steps=1, share=3.0, options={"plan": {"*": "resident"}})
+    expected = alone(job, 2)
+    for result in world.succeed(2, _late_filling, job):
+        for name, value in result.parameters.items():
+            assert torch.equal(value, expected.parameters[name]), name
+
+
 def _late_update(group: Any, job: Job) -> Result:
     if dist.get_rank(group) == 1:
         _delay(StepUpdates, "submit", lambda: 0.1)

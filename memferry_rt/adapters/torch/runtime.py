@@ -126,6 +126,8 @@ class Runtime:
             for key, buffer in owner._buffers.items():
                 if buffer is not None:
                     owner._buffers[key] = buffer.to(self.factory.torch_device)
+        if ranks is not None:
+            ranks.fence("the first weights")  # resident layers are loaded before this returns
         self.updates = update_queue(self, rule, feeder=update is not None or spares > 0)
         self.memory = DeviceMemory(
             driver,
@@ -151,7 +153,7 @@ class Runtime:
         self.use_rings()
         self.autopilot = Autopilot(self) if auto else None
         if ranks is not None:
-            ranks.fence("offload()")  # the first has filled what all share
+            ranks.fence("offload()")  # what one fails in here, all do
 
     # -- set-up -----------------------------------------------------------------------------------------
     def _build_training(self, model: nn.Module, rule: UpdateRule) -> None:
