@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from memferry_rt.adapters.torch import runtime as runtime_module
+from memferry_rt.adapters.torch.memory import DeviceMemory
 from memferry_rt.adapters.torch.parallel import RankGradients, Ranks, RankUpdates
 from memferry_rt.adapters.torch.parallel.exchange import Flight, PieceExchange
 from memferry_rt.adapters.torch.step import StepUpdates
@@ -99,6 +100,13 @@ def test_a_wait_left_out_is_noticed(wait: str, kept: bool) -> None:
 
 
 def _late_filling(group: Any, job: Job) -> Result:
+    begin = DeviceMemory.open
+
+    def at_once(self: DeviceMemory) -> None:
+        begin(self)
+        self._driver.synchronize(self._device)  # the emulated device would take its time
+
+    DeviceMemory.open = at_once  # type: ignore[method-assign]
     if dist.get_rank(group) == 0:
         _delay(runtime_module, "move_in", lambda: 0.3)
     return train(group, job)
