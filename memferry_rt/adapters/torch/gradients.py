@@ -364,6 +364,9 @@ class GradientFlow(GradientHomes):
                 for slot in home.slots:
                     slot.leaving = None
 
+    def require_ended(self) -> None:
+        """Refuse what cannot be done where a backward has ended halfway."""
+
     def end_use(self) -> None:
         """The device's use of gradients at home ends with what has been enqueued by now."""
         self.finish()

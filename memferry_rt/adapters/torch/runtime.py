@@ -181,7 +181,7 @@ class Runtime:
         self.patch = rule.patch(self.home, step=step, settle=self.synchronize)
         self.whole = None
         if self.ranks is not None and self.ranks.several_hosts:
-            self.whole = WholeState(self.ranks, self.layers)
+            self.whole = WholeState(self.ranks, self.layers, self.gradients.require_ended)
             self.patch.show_whole(self.whole.begin, self.whole.whole)
         self.slabs = SlabAccess(
             model,
@@ -293,6 +293,7 @@ class Runtime:
             The model was restored, or, with `write`, a tensor still aliases the device copy of a layer.
         """
         self.require_open()
+        self.gradients.require_ended()
         self.synchronize()
         self.scopes.reset()
         self.writes.check()
@@ -308,6 +309,7 @@ class Runtime:
 
     def help_save(self) -> None:
         """Give the rank that saves what this host has of the state, if it is this rank that does so."""
+        self.gradients.require_ended()
         if self.whole is not None and self.ranks is not None and self.ranks.leads:
             self.require_open()
             self.synchronize()
@@ -316,6 +318,7 @@ class Runtime:
 
     def checked(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Of several ranks all refuse what one refuses in here."""
+        self.gradients.require_ended()
         return contextlib.nullcontext() if self.ranks is None else refused_by_all(self.ranks.gather, what)
 
     @contextlib.contextmanager

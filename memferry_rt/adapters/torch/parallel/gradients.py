@@ -88,9 +88,7 @@ class RankGradients(GradientFlow):
         """
         task = torch._C._current_graph_task_id()
         if task < 0:
-            if self._begun:
-                with self._ranks.told():
-                    raise _aborted()
+            self.require_ended()
             self._tasks.clear()  # one that was begun has ended by an exception, before it had made a gradient
         elif task not in self._tasks:
             self._tasks.add(task)
@@ -317,11 +315,26 @@ class RankGradients(GradientFlow):
         if not self._begun:
             super().finish()
 
+    def end_use(self) -> None:
+        """See `GradientFlow.end_use`; of a backward, too, that has ended by an exception."""
+        super().finish()
+        super().end_use()
+
+    def require_ended(self) -> None:
+        """Refuse to meet other ranks, which are in the midst of a backward that has ended here by an exception.
+
+        Raises
+        ------
+        OffloadError
+        """
+        if self._begun:
+            with self._ranks.told():
+                raise _aborted()
+
     # -- in step ------------------------------------------------------------------------------------------
     def collect(self, *, changed_unseen: bool = False) -> list[GradientSlot]:
         """See `GradientFlow.collect`; while other ranks are in a backward, this one takes part with zeros."""
-        if self._begun:
-            raise _aborted()
+        self.require_ended()
         if changed_unseen:
             raise UnsupportedError(
                 "GradScaler.unscale_() before step() with process_group: every rank would scale what all share; "
