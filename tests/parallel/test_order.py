@@ -69,14 +69,12 @@ def _arrivals(number: int) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-def test_a_layer_that_has_left_too_early_is_exchanged_again_and_goes_last_from_then_on() -> None:
-    for _, second, third in world.succeed(2, _again):
-        ranks = [_arrivals(2), _arrivals(3)]
-        for name, value in second.items():
-            means = [(one + other) / 2 for one, other in zip(ranks[0][name], ranks[1][name], strict=True)]
-            assert len(means) == (2 if "blocks" in name else 1)
-            assert torch.equal(value, sum(means[1:], start=means[0])), name
-        ranks = [_arrivals(4), _arrivals(5)]
-        for name, value in third.items():
-            sums = [sum(rank[name][1:], start=rank[name][0]) for rank in ranks]
-            assert torch.equal(value, (sums[0] + sums[1]) / 2), name
+def test_layers_that_get_several_gradients_stay_until_all_are_there() -> None:
+    """The sum of each rank is what is averaged, then."""
+    for _, *later in world.succeed(2, _again):
+        for number, gradients in enumerate(later, start=1):
+            ranks = [_arrivals(2 * number), _arrivals(2 * number + 1)]
+            for name, value in gradients.items():
+                assert len(ranks[0][name]) == (2 if "blocks" in name else 1)
+                sums = [sum(rank[name][1:], start=rank[name][0]) for rank in ranks]
+                assert torch.equal(value, (sums[0] + sums[1]) / 2), name

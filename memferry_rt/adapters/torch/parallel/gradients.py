@@ -53,6 +53,8 @@ class RankGradients(GradientFlow):
         self._used_last = -1
         self._completed: dict[int, None] = {}  # layers in this backward, in this order
         self._repeated: set[int] = set()  # layers that have got several gradients of one parameter in a backward
+        self._safe: set[int] = set()  # layers that are used again after others, and get all gradients at once
+        self._held: set[int] = set()  # layers that stay until this backward ends: more may come
         self._expected: list[int] = []  # how the next backward completes layers; empty before the first
         self._order: list[LayerState] = []
         self._turn = 0
@@ -157,6 +159,8 @@ class RankGradients(GradientFlow):
         self._kept = kept
         self._begun, self._turn, self._given = True, 0, set()
         self._order = [self._by_index[index] for index in order]
+        again = {index for index, again in self._uses.items() if again}
+        self._held = (again - self._safe) | self._repeated
         self.forward_begins()
         self._completed.clear()
         return True
@@ -177,7 +181,7 @@ class RankGradients(GradientFlow):
         """Exchange every layer whose turn it is and whose gradients are complete."""
         while self._turn < len(self._order):
             layer = self._order[self._turn]
-            if len(self._local.get(layer, ())) < len(self._homes[layer].slots):
+            if layer.index in self._held or len(self._local.get(layer, ())) < len(self._homes[layer].slots):
                 return
             self._take_off(layer)
             self._turn += 1
@@ -262,6 +266,7 @@ class RankGradients(GradientFlow):
             if not leaving:
                 break
         self._show(norms)
+        self._safe |= self._held.intersection(self._completed) - self._repeated
         early = [index for index in self._completed if index not in self._repeated]
         self._expected = [*early, *(layer.index for layer in self._order if layer.index not in early)]
         self._begun, self._kept = False, set()
