@@ -65,10 +65,6 @@ class AccessTrace:
                 told.add(use.layer)
                 yield use.layer
 
-    def first_uses(self) -> list[int]:
-        """The layers used in this iteration so far, each once, in the order of their first use."""
-        return list(dict.fromkeys(use.layer for use in self._seen))
-
     def end_iteration(self) -> None:
         """An update has been made: what was seen since the last one is the new forecast."""
         if self._seen:

@@ -42,38 +42,34 @@ class Meetings:
     ----------
     gather : callable
         Every rank's message, by rank, as `Board.gather` gives those of one host.
-    layers : int
-        Layers that have gradients.
     """
 
-    def __init__(self, gather: Gather, layers: int) -> None:
+    def __init__(self, gather: Gather) -> None:
         self._gather = gather
-        self._layers = layers
 
-    def begin(self, kept: int, uses: Sequence[int], *, step: bool) -> list[int] | None:
+    def begin(self, kept: int, order: Sequence[int], *, step: bool) -> list[int] | None:
         """Meet at a backward or a step.
 
         Parameters
         ----------
         kept : int
             A digest of the parameters that have kept a gradient.
-        uses : sequence of int
-            Layers with gradients, in the order of their first use.
+        order : sequence of int
+            All layers with gradients, as this rank expects its backward to complete them.
         step : bool
             This rank is in a step, and makes none.
 
         Returns
         -------
         list of int or None
-            The `uses` of the lowest rank that is in a backward; None where all are in a step.
+            The `order` of the lowest rank that is in a backward; None where all are in a step.
 
         Raises
         ------
         RankError
             They have kept different gradients.
         """
-        padding = [0] * (self._layers - len(uses))
-        own = [_STEP if step else _BACKWARD, kept, len(uses), *uses, *padding]
+        own = [_STEP if step else _BACKWARD, kept, *order]
         found = self._gather(own, "their next backward or step")
         for rank, message in enumerate(found):
             if message[1] != found[0][1]:
@@ -82,7 +78,7 @@ class Meetings:
                     "has others than rank 0; call zero_grad() alike on all ranks"
                 )
         backwards = [message for message in found if message[0] == _BACKWARD]
-        return backwards[0][3 : 3 + backwards[0][2]].tolist() if backwards else None
+        return backwards[0][2:].tolist() if backwards else None
 
     def end(self, late: Sequence[bool], arrived: Sequence[bool], norms: Sequence[float]) -> Outcome:
         """Meet at the end of a backward; as in `Outcome`, of this rank alone."""

@@ -16,8 +16,10 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
 import memferry_rt
+from memferry_rt.adapters.torch import runtime as runtime_module
 from memferry_rt.parallel import RankArena
 from tests.parallel import world
+from tests.parallel.test_waits import _delay
 from tests.runtime.models import Decoder, checkpointed, tokens
 
 pytestmark = pytest.mark.gpu
@@ -108,6 +110,21 @@ def test_two_gpus_have_the_bits_of_one(kind: str) -> None:
         for name, value in expected.items():
             assert torch.equal(first[2][name].view(torch.int32), value.view(torch.int32)), (plan, name)
             assert torch.equal(first[2][name], second[2][name]), (plan, name)
+
+
+def _late_first(group: Any, options: dict[str, Any]) -> Trained:
+    """The rank that fills the pages is late."""
+    if dist.get_rank(group) == 0:
+        _delay(runtime_module, "move_in", lambda: 0.5)
+    return _train(group, "plain", options)
+
+
+def test_resident_weights_are_those_of_the_first_rank() -> None:
+    [expected] = world.succeed(1, _expected, "plain", cuda=True)
+    options = {"device_memory": "2GiB", "pool_memory": "64MiB", "plan": {"*": "resident"}}
+    for result in world.succeed(2, _late_first, options, cuda=True):
+        for name, value in expected.items():
+            assert torch.equal(value.view(torch.int32), result[2][name].view(torch.int32)), name
 
 
 @pytest.mark.parametrize("kind", ["plain", "tied"])

@@ -115,10 +115,10 @@ def test_ranks_of_other_hosts_are_heard_of() -> None:
 
 def test_meetings_agree(boards: list[Board]) -> None:
     def work(board: Board, rank: int) -> Any:
-        meetings = Meetings(board.gather, layers=2)
-        order = meetings.begin(7, [1, 0] if rank == 1 else [0], step=rank == 0)
+        meetings = Meetings(board.gather)
+        order = meetings.begin(7, [1, 0] if rank == 1 else [0, 1], step=rank == 0)
         outcome = meetings.end([rank == 2, False], [False, rank == 1], [3.0 * (rank == 0), 4.0 * (rank > 0)])
-        return order, outcome, meetings.begin(7, [], step=True)
+        return order, outcome, meetings.begin(7, [0, 1], step=True)
 
     for order, outcome, again in _all(boards, work):
         assert order == [1, 0]

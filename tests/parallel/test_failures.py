@@ -58,6 +58,17 @@ def _go_on_after_half_a_backward(model: torch.nn.Module, optimizer: torch.optim.
             model(torch.randint(0, 61, (2, 12))).square().mean().backward()
 
 
+def _close_after_half_a_backward(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step == 1:
+        _go_on_after_half_a_backward(model, optimizer, step)
+        memferry_rt.restore(model)
+
+
+def _load_alone(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step == 1:
+        memferry_rt.load("/nowhere", model, optimizer)
+
+
 def _write_to_a_gradient(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     if step == 1:
         model(torch.randint(0, 61, (2, 12))).square().mean().backward()
@@ -109,6 +120,7 @@ CASES: list[tuple[Spoil, str, str]] = [
         "rank 1 has failed: Unsupported.*: its grad",
     ),
     (_keep_a_gradient, "which parameters have a gradient", "which parameters have a gradient before a backward"),
+    (_load_alone, "rank 1 is at load(), which is checked", "rank 0 is at their next backward or step"),
     (_change_the_rate, "ranks differ in the optimizer's settings: rank 1", "ranks differ in the optimizer's set"),
 ]
 
@@ -135,6 +147,13 @@ def test_a_killed_rank_ends_all_and_leaves_nothing() -> None:
     assert first.kind == "RankError"
     _match("rank 1 .*has ended|the process group has failed", first.message)
     assert os.listdir("/dev/shm") == before
+
+
+def test_what_is_under_way_is_over_before_its_memory_is_freed() -> None:
+    """The emulated device notices where it is not."""
+    first, second = world.run(2, _train, _close_after_half_a_backward)
+    assert first.kind == "RankError"
+    assert second.message == "a hook has failed", second  # in the plain model, which still has that hook
 
 
 @pytest.mark.parametrize("spoil", [_close, _end_slowly])

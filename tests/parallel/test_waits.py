@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from memferry_rt.adapters.torch import runtime as runtime_module
+from memferry_rt.adapters.torch.memory import DeviceMemory
 from memferry_rt.adapters.torch.parallel import RankGradients, Ranks, RankUpdates
 from memferry_rt.adapters.torch.parallel.exchange import Flight, PieceExchange
 from memferry_rt.adapters.torch.step import StepUpdates
@@ -96,6 +97,27 @@ def test_a_wait_left_out_is_noticed(wait: str, kept: bool) -> None:
         for name, value in result.parameters.items()
     )
     assert same is kept
+
+
+def _late_filling(group: Any, job: Job) -> Result:
+    begin = DeviceMemory.open
+
+    def at_once(self: DeviceMemory) -> None:
+        begin(self)
+        self._driver.synchronize(self._device)  # the emulated device would take its time
+
+    DeviceMemory.open = at_once  # type: ignore[method-assign]
+    if dist.get_rank(group) == 0:
+        _delay(runtime_module, "move_in", lambda: 0.3)
+    return train(group, job)
+
+
+def test_layers_that_are_loaded_in_advance_have_the_first_weights() -> None:
+    job = replace(JOB, steps=1, share=3.0, options={"plan": {"*": "resident"}})
+    expected = alone(job, 2)
+    for result in world.succeed(2, _late_filling, job):
+        for name, value in result.parameters.items():
+            assert torch.equal(value, expected.parameters[name]), name
 
 
 def _late_update(group: Any, job: Job) -> Result:

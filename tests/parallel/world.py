@@ -36,7 +36,7 @@ def run(size: int, program: Callable[..., Any], *arguments: Any, cuda: bool = Fa
     ranks take each other to be on so many.
     """
     context = multiprocessing.get_context("spawn") if cuda else _context  # CUDA does not survive a fork
-    timeout = 60.0 if cuda else TIMEOUT
+    timeout = 120.0 if cuda else TIMEOUT  # to import torch and start NCCL may take most of a minute
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):

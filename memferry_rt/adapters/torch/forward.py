@@ -111,13 +111,14 @@ class ForwardScopes:
 
         self._handles.append(module.register_forward_pre_hook(before))
 
-    def attach_root(self, model: nn.Module) -> None:
-        """A new forward of the whole model clears what an interrupted one has left open."""
+    def attach_root(self, model: nn.Module, begin: Callable[[], None]) -> None:
+        """A new forward of the whole model clears what an interrupted one has left open, and tells `begin`."""
 
         @not_compiled
         def before(module: nn.Module, args: Any) -> None:
             _let_compiler_see_hooks()
             self.reset()
+            begin()
 
         self._handles.append(model.register_forward_pre_hook(before, prepend=True))
 

@@ -136,8 +136,11 @@ class GradientFlow(GradientHomes):
         self._accumulations.clear()
 
     # -- during backward --------------------------------------------------------------------------------
-    def in_backward(self) -> None:
-        """Weights are used, perhaps by a backward."""
+    def forward_begins(self) -> None:
+        """A forward of the whole model begins."""
+
+    def used(self, layer: LayerState) -> None:
+        """A layer's weights are used, perhaps by a backward."""
 
     @torch.no_grad()
     def _arrive(self, slot: GradientSlot) -> None:
@@ -360,6 +363,9 @@ class GradientFlow(GradientHomes):
                 home.fresh = False
                 for slot in home.slots:
                     slot.leaving = None
+
+    def require_ended(self) -> None:
+        """Refuse what cannot be done where a backward has ended halfway."""
 
     def end_use(self) -> None:
         """The device's use of gradients at home ends with what has been enqueued by now."""

@@ -109,5 +109,10 @@ class Loading:
 
     def _settle_layer(self, layer: LayerState) -> None:
         """Block until a layer's update is made or, on the device, enqueued: its weights may then be acquired."""
-        self._runtime.gradients.in_backward()
+        self._runtime.gradients.used(layer)
         self._runtime.updates.wait(layer.index)
+
+    def settle_in_place(self, layer: LayerState) -> None:
+        """Block until a layer may be read at home by a module that reads it there, whatever its mode."""
+        self._runtime.gradients.used(layer)
+        self._runtime.settle_home(layer)

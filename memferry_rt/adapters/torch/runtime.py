@@ -126,6 +126,8 @@ class Runtime:
             for key, buffer in owner._buffers.items():
                 if buffer is not None:
                     owner._buffers[key] = buffer.to(self.factory.torch_device)
+        if ranks is not None:
+            ranks.fence("the first weights")  # resident layers are loaded before this returns
         self.updates = update_queue(self, rule, feeder=update is not None or spares > 0)
         self.memory = DeviceMemory(
             driver,
@@ -151,7 +153,7 @@ class Runtime:
         self.use_rings()
         self.autopilot = Autopilot(self) if auto else None
         if ranks is not None:
-            ranks.fence("offload()")  # the first has filled what all share
+            ranks.fence("offload()")  # what one fails in here, all do
 
     # -- set-up -----------------------------------------------------------------------------------------
     def _build_training(self, model: nn.Module, rule: UpdateRule) -> None:
@@ -160,12 +162,12 @@ class Runtime:
         self.scopes = ForwardScopes(
             load=self.loading.load,
             unpin=self.loading.unpin,
-            settle=self.settle_home,
+            settle=self.loading.settle_in_place,
             changed=self.writes.changed,
             saved=self.saved,
         )
         self.guards = ModelGuards(self.synchronize, self.writes.loaded)
-        self.scopes.attach_root(model)
+        self.scopes.attach_root(model, self.gradients.forward_begins)
         for owner in find_owners(model):
             attach = self.scopes.attach_in_place if owner.in_place else self.scopes.attach
             attach(owner.module, scope_of(owner.module, owner.parameters, self.home))
@@ -179,7 +181,7 @@ class Runtime:
         self.patch = rule.patch(self.home, step=step, settle=self.synchronize)
         self.whole = None
         if self.ranks is not None and self.ranks.several_hosts:
-            self.whole = WholeState(self.ranks, self.layers)
+            self.whole = WholeState(self.ranks, self.layers, self.gradients.require_ended)
             self.patch.show_whole(self.whole.begin, self.whole.whole)
         self.slabs = SlabAccess(
             model,
@@ -291,6 +293,7 @@ class Runtime:
             The model was restored, or, with `write`, a tensor still aliases the device copy of a layer.
         """
         self.require_open()
+        self.gradients.require_ended()
         self.synchronize()
         self.scopes.reset()
         self.writes.check()
@@ -306,6 +309,7 @@ class Runtime:
 
     def help_save(self) -> None:
         """Give the rank that saves what this host has of the state, if it is this rank that does so."""
+        self.gradients.require_ended()
         if self.whole is not None and self.ranks is not None and self.ranks.leads:
             self.require_open()
             self.synchronize()
@@ -314,6 +318,7 @@ class Runtime:
 
     def checked(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Of several ranks all refuse what one refuses in here."""
+        self.gradients.require_ended()
         return contextlib.nullcontext() if self.ranks is None else refused_by_all(self.ranks.gather, what)
 
     @contextlib.contextmanager

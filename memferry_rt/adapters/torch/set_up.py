@@ -50,8 +50,7 @@ def gradient_flow(
     """
     flow: Callable[..., GradientFlow] = GradientFlow
     if runtime.ranks is not None:
-        uses = runtime.memory.trace.first_uses
-        flow = functools.partial(RankGradients, runtime.ranks, runtime.factory.torch_device, uses)
+        flow = functools.partial(RankGradients, runtime.ranks, runtime.factory.torch_device)
     made = flow(
         driver=runtime.driver,
         engine=runtime.memory.engine,

@@ -19,7 +19,7 @@ PURPOSE = 8  # words at the head of a message: what it is for, as text
 
 def message_words(hosts: int, words: int) -> int:
     """Words that a board's message needs, for those of `words` words from every host."""
-    return words if hosts == 1 else hosts * (PURPOSE + words)
+    return hosts * (PURPOSE + words)
 
 
 class Assembly:
@@ -56,29 +56,43 @@ class Assembly:
         Raises
         ------
         RankError
-            A rank of another host is in another meeting than this one.
+            A rank is in another meeting than this one.
         """
         if self._share.hosts == 1:
-            return self._board.gather(message, what)
+            own = self._headed(message, what)
+            rows = self._board.gather(own, what)
+            self._compare(own, rows, self._share.neighbours, what)
+            return [row[PURPOSE : PURPOSE + len(message)] for row in rows]
         met = self._board.gather(self.meet(message, what).ravel(), what)
         rows = [met[rank % self._share.locals].reshape(self._share.hosts, -1) for rank in range(self._share.size)]
         return [row[rank // self._share.locals][PURPOSE : PURPOSE + len(message)] for rank, row in enumerate(rows)]
 
     def meet(self, message: Sequence[int] | npt.NDArray[np.int64], what: str) -> npt.NDArray[np.int64]:
         """What the peers say, with its heads, by host: shape (hosts, words)."""
+        own = self._headed(message, what)
+        found = np.stack([row.numpy() for row in self.exchange(torch.from_numpy(own), what)])
+        self._compare(own, found, self._share.peers, what)
+        return found
+
+    def _headed(self, message: Sequence[int] | npt.NDArray[np.int64], what: str) -> npt.NDArray[np.int64]:
+        """A message that says what it is for; of one length for all that are sent."""
         own = np.zeros(PURPOSE + self._words, np.int64)
         text = what.encode()[: 8 * PURPOSE]
         own[:PURPOSE].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
         own[PURPOSE : PURPOSE + len(message)] = message
-        found = np.stack([row.numpy() for row in self.exchange(torch.from_numpy(own), what)])
-        for peer, head in zip(self._share.peers, found[:, :PURPOSE], strict=True):
-            if not np.array_equal(head, own[:PURPOSE]):
-                theirs = head.tobytes().rstrip(b"\0").decode(errors="replace")
+        return own
+
+    def _compare(self, own: npt.NDArray[np.int64], found: Any, others: Sequence[Share], what: str) -> None:
+        for other, row in zip(others, found, strict=True):
+            if not np.array_equal(row[:PURPOSE], own[:PURPOSE]):
+                theirs = row[:PURPOSE].tobytes().rstrip(b"\0").decode(errors="replace")
+                alike = "all ranks call step() and load()"
+                if self._share.hosts > 1:
+                    alike = "on several hosts all call step(), save(), load(), restore() and state_dict()"
                 raise RankError(
-                    f"ranks go different ways: rank {self._share.rank} is at {what}, and rank {peer.rank} at "
-                    f"{theirs}; on several hosts all call step(), save(), load(), restore() and state_dict() alike"
+                    f"ranks go different ways: rank {self._share.rank} is at {what}, and rank {other.rank} at "
+                    f"{theirs}; {alike} alike"
                 )
-        return found
 
     def exchange(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Every peer's tensor, by host; flat, of the CPU, and of the same form on all."""

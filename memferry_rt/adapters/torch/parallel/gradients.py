@@ -8,8 +8,6 @@ the whole mean on every rank, to be read and not to be written.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from ..gradient_slot import GradientSlot
 from ..gradients import GradientFlow
 from ..layer import LayerState
 from ..norm import norms_of
+from ..saved import in_backward
 from .consent import digest
 from .exchange import Column, Flight, PieceExchange
 from .ranks import Ranks
@@ -37,23 +36,26 @@ class RankGradients(GradientFlow):
     ----------
     ranks : Ranks
     device : torch.device
-    first_uses : callable
-        The layers that this iteration has used, in the order of their first use.
     options
         As for `GradientFlow`.
     """
 
-    def __init__(
-        self, ranks: Ranks, device: torch.device, first_uses: Callable[[], list[int]], **options: Any
-    ) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device, **options: Any) -> None:
         super().__init__(**options)
         self._ranks = ranks
+        self._meetings = Meetings(ranks.gather)
         self._exchange = PieceExchange(ranks, device)
         self._emulated = device.type == "cpu"
-        self._first_uses = first_uses
         self._tasks: set[int] = set()  # backwards that are under way, one inside the other
         self._begun = False
         self._by_index: dict[int, LayerState] = {}  # layers that have gradients
+        self._uses: dict[int, bool] = {}  # layers of this forward by their first use; whether again after others
+        self._used_last = -1
+        self._completed: dict[int, None] = {}  # layers in this backward, in this order
+        self._repeated: set[int] = set()  # layers that have got several gradients of one parameter in a backward
+        self._safe: set[int] = set()  # layers that are used again after others, and get all gradients at once
+        self._held: set[int] = set()  # layers that stay until this backward ends: more may come
+        self._expected: list[int] = []  # how the next backward completes layers; empty before the first
         self._order: list[LayerState] = []
         self._turn = 0
         self._flying: list[tuple[LayerState, Flight]] = []
@@ -67,21 +69,28 @@ class RankGradients(GradientFlow):
         self._by_index[layer.index] = layer
         return super().attach(name, parameter, layer, index)
 
-    @functools.cached_property
-    def _meetings(self) -> Meetings:
-        return Meetings(self._ranks.gather, len(self._by_index))
-
     # -- during backward --------------------------------------------------------------------------------
-    def in_backward(self) -> None:
-        """Weights are used: if that is within a backward, be told of its end.
+    def used(self, layer: LayerState) -> None:
+        """See `GradientFlow.used`."""
+        known = layer.index in self._uses
+        if layer.index != self._used_last and not (known and in_backward()):
+            self._uses[layer.index] = known
+            self._used_last = layer.index
+        self._in_backward()
+
+    def forward_begins(self) -> None:
+        """See `GradientFlow.forward_begins`."""
+        self._uses.clear()
+        self._used_last = -1
+
+    def _in_backward(self) -> None:
+        """If this is within a backward, be told of its end.
 
         Of backwards inside one another the outermost counts, and only a use outside of the inner ones sees it.
         """
         task = torch._C._current_graph_task_id()
         if task < 0:
-            if self._begun:
-                with self._ranks.told():
-                    raise _aborted()
+            self.require_ended()
             self._tasks.clear()  # one that was begun has ended by an exception, before it had made a gradient
         elif task not in self._tasks:
             self._tasks.add(task)
@@ -99,7 +108,7 @@ class RankGradients(GradientFlow):
         slot.arriving, slot.partial = False, None
         assert gradient is not None
         slot.refuse_odd(gradient)
-        self.in_backward()
+        self._in_backward()
         with self._ranks.told():
             if not self._begun:
                 if partial is not None and not _is_as_left(slot, partial):
@@ -107,10 +116,14 @@ class RankGradients(GradientFlow):
                 self._begin({slot} if partial is not None else set(), slot)
             self._advance()  # of the layer before: hooks of users have seen its gradients by now
             local = self._local.setdefault(slot.layer, {})
+            if slot in self._given:
+                self._repeated.add(slot.layer.index)
             if slot in local:
                 gradient.add_(local[slot])
             local[slot] = gradient
             self._given.add(slot)
+            if len(local) == len(self._homes[slot.layer].slots):
+                self._completed.setdefault(slot.layer.index)
 
     def offer(self, slot: GradientSlot, contribution: Contribution) -> torch.Tensor:
         """The gradient itself: what is written home is the mean over the ranks."""
@@ -139,23 +152,36 @@ class RankGradients(GradientFlow):
             self._driver.synchronize(self._engine.device)
         else:
             self._stream().synchronize()
-        uses = [index for index in self._first_uses() if index in self._by_index]
         same = digest(" ".join(slot.name for slot in self.slots if slot in kept))
-        first = self._meetings.begin(same, uses, step=arriving is None)
-        if first is None:
+        order = self._meetings.begin(same, self._forecast(), step=arriving is None)
+        if order is None:
             return False
         self._kept = kept
         self._begun, self._turn, self._given = True, 0, set()
-        if not self._order:  # backward completes layers the other way round; what nobody loads comes last
-            rest = sorted(self._by_index.keys() - set(first), reverse=True)
-            self._order = [self._by_index[index] for index in [*reversed(first), *rest]]
+        self._order = [self._by_index[index] for index in order]
+        again = {index for index, again in self._uses.items() if again}
+        self._held = (again - self._safe) | self._repeated
+        self.forward_begins()
+        self._completed.clear()
         return True
+
+    def _forecast(self) -> list[int]:
+        """All layers, in the order in which a backward will complete them.
+
+        That is as in the last one; in the first the other way round than forward uses them, those that it uses
+        again after others at the end.
+        """
+        if self._expected:
+            return self._expected
+        once = [index for index, again in self._uses.items() if index in self._by_index and not again]
+        rest = sorted(self._by_index.keys() - set(once), reverse=True)
+        return [*reversed(once), *rest]
 
     def _advance(self) -> None:
         """Exchange every layer whose turn it is and whose gradients are complete."""
         while self._turn < len(self._order):
             layer = self._order[self._turn]
-            if len(self._local.get(layer, ())) < len(self._homes[layer].slots):
+            if layer.index in self._held or len(self._local.get(layer, ())) < len(self._homes[layer].slots):
                 return
             self._take_off(layer)
             self._turn += 1
@@ -240,6 +266,9 @@ class RankGradients(GradientFlow):
             if not leaving:
                 break
         self._show(norms)
+        self._safe |= self._held.intersection(self._completed) - self._repeated
+        early = [index for index in self._completed if index not in self._repeated]
+        self._expected = [*early, *(layer.index for layer in self._order if layer.index not in early)]
         self._begun, self._kept = False, set()
         for home in self._homes.values():
             home.fresh = True
@@ -291,11 +320,26 @@ class RankGradients(GradientFlow):
         if not self._begun:
             super().finish()
 
+    def end_use(self) -> None:
+        """See `GradientFlow.end_use`; of a backward, too, that has ended by an exception."""
+        super().finish()
+        super().end_use()
+
+    def require_ended(self) -> None:
+        """Refuse to meet other ranks, which are in the midst of a backward that has ended here by an exception.
+
+        Raises
+        ------
+        OffloadError
+        """
+        if self._begun:
+            with self._ranks.told():
+                raise _aborted()
+
     # -- in step ------------------------------------------------------------------------------------------
     def collect(self, *, changed_unseen: bool = False) -> list[GradientSlot]:
         """See `GradientFlow.collect`; while other ranks are in a backward, this one takes part with zeros."""
-        if self._begun:
-            raise _aborted()
+        self.require_ended()
         if changed_unseen:
             raise UnsupportedError(
                 "GradScaler.unscale_() before step() with process_group: every rank would scale what all share; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -26,11 +26,14 @@ class WholeState:
     ranks : Ranks
         Of several hosts.
     layers : sequence of LayerState
+    ready : callable
+        Raises where this rank cannot meet the others.
     """
 
-    def __init__(self, ranks: Ranks, layers: Sequence[LayerState]) -> None:
+    def __init__(self, ranks: Ranks, layers: Sequence[LayerState], ready: Callable[[], None]) -> None:
         self._ranks = ranks
         self._layers = layers
+        self._ready = ready
 
     def whole(self, layer: LayerState, index: int, kind: str) -> torch.Tensor:
         """A parameter's state in its shape, in memory of its own; all ranks call this alike.
@@ -55,6 +58,7 @@ class WholeState:
         """
         if self._ranks.failed:
             raise RankError(f"{what}: {_WHAT} cannot be had, for the job has failed; begin at the last checkpoint")
+        self._ready()
         self._ranks.fence(what)
 
     # -- for the first rank alone -----------------------------------------------------------------------
