@@ -16,7 +16,7 @@ import torch.distributed as dist
 import memferry_rt
 from memferry_allocator import MemFerryError
 from memferry_rt.helpers import costs
-from memferry_transport import CalibrationError
+from memferry_transport import CalibrationError, TransferFailedError
 from tests.runtime.helped import machine, offloaded, step
 
 from . import world
@@ -56,6 +56,26 @@ def test_idle_devices_are_shared_out_and_change_no_bit() -> None:
             assert bool(carried) == bool(devices)
             for name, value in first[0][0].items():
                 assert torch.equal(parameters[name], value), name
+
+
+def _lost(group: Any) -> None:
+    model, optimizer, runtime = _offloaded(group, ("auto", "auto"))
+    step(model, optimizer, 0)
+    if dist.get_rank(group) == 1:
+        runtime.memory.engine.require_arrived = _not_arrived
+    step(model, optimizer, 1)
+
+
+def _not_arrived() -> None:
+    raise TransferFailedError("device 3 was lost")
+
+
+def test_a_lost_helper_ends_all_ranks_and_each_says_why() -> None:
+    first, second = world.run(2, _lost)
+    assert (first.kind, second.kind) == ("RankError", "TransferFailedError")
+    assert "rank 1" in first.message
+    assert "device 3 was lost" in first.message
+    assert "start the job again from its last checkpoint" in second.message
 
 
 def _said(group: Any, helpers: Any) -> str:

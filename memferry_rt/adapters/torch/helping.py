@@ -37,10 +37,12 @@ def require_arrived(runtime: Runtime) -> None:
     except TransferFailedError as error:
         runtime.step_updates.skip()
         runtime.memory.forget_copies()
-        raise TransferFailedError(
-            f"{error}. Nothing was updated: call optimizer.zero_grad() and repeat the iteration, now without that "
-            "device"
-        ) from error
+        advice = (
+            "call optimizer.zero_grad() and repeat the iteration, now without that device"
+            if runtime.ranks is None
+            else "the other ranks end with this one; start the job again from its last checkpoint"
+        )
+        raise TransferFailedError(f"{error}. Nothing was updated: {advice}") from error
 
 
 @dataclass(frozen=True)
