@@ -117,6 +117,22 @@ def test_if_the_plan_before_fails_too_everything_is_streamed(twins: Twins, openi
     twins.assert_same("planned again")
 
 
+def test_a_pool_that_cannot_grow_stays_and_one_that_is_lost_is_told_of(twins: Twins, opening: Fault) -> None:
+    memferry_rt.set_plan(twins.model, _planned())
+    twins.step()
+    plans, before = twins.runtime.plans, told(twins)
+    opening.arm(0)
+    plans.grow(plans.in_force.budget)
+    assert opening.disarm()
+    assert told(twins) == before
+    opening.arm(0, times=2)
+    with pytest.warns(RuntimeWarning, match="every layer is streamed now, and training can go on"):
+        plans.grow(plans.in_force.budget)
+    assert told(twins)[1] == "default, after a plan has failed"
+    twins.step()
+    twins.assert_same("after all")
+
+
 def test_if_nothing_works_the_model_can_be_restored(twins: Twins, opening: Fault) -> None:
     memferry_rt.set_plan(twins.model, _planned())
     twins.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -97,11 +98,14 @@ class PlanChange:
     def grow(self, budget: Budget) -> None:
         """Let the plan in force have a larger pool, unless there is no memory for it after all."""
         self._runtime.rest()
+        before = self.in_force
         try:
-            self._exchange(replace(self.in_force, budget=budget))
-        except (*NO_ROOM, OffloadError):
+            self._exchange(replace(before, budget=budget))
+        except (*NO_ROOM, OffloadError) as error:
             if self.failure:
                 raise
+            if self.in_force is not before:  # neither the larger pool nor the one before
+                warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
     def _exchange(self, wanted: InForce) -> None:
         before = self.in_force
